@@ -1,0 +1,129 @@
+"""What a plan tells each rank to do: a flat list of instructions over numbered registers.
+
+One list serves all ranks of an SPMD plan: sizes are spec expressions (`Local`, `LocalDim`) that each rank evaluates at its own
+coordinate. All instructions are frozen, hold plain data only (names of operators, not functions) and go to JSON and back.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from shardc.reshard import Step
+from shardc.spec import Dim, ShardSpec
+
+Reg = int
+
+
+@dataclass(frozen=True)
+class Ref:
+    """In an argument tree: the value of a register (a tensor or a number)."""
+
+    reg: Reg
+
+
+@dataclass(frozen=True)
+class Local:
+    """In an argument tree: the list of sizes of this rank's part of `spec`."""
+
+    spec: ShardSpec
+
+
+@dataclass(frozen=True)
+class LocalDim:
+    """In an argument tree: this rank's size of one dim."""
+
+    dim: Dim
+
+
+@dataclass(frozen=True)
+class Out:
+    """One result of an instruction: its register, and what it looks like. dtype None: a number (spec is then ignored)."""
+
+    reg: Reg
+    spec: ShardSpec | None
+    dtype: torch.dtype | None
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """Common part: a name unique in the plan (the node's), where it comes from, and the registers dead after it."""
+
+    name: str
+    phase: str = "forward"
+    module: str = ""
+    line: str = ""
+    frees: tuple[Reg, ...] = ()
+
+
+@dataclass(frozen=True)
+class Read(Instruction):
+    """out = the storage tensor of a slot (this rank's part, no copy)."""
+
+    slot: str = ""
+    out: Out = field(default=Out(-1, None, None))
+
+
+@dataclass(frozen=True)
+class Input(Instruction):
+    """out = this rank's part of a tensor argument (`path`), or a number ("optimizer.param_groups[0].lr")."""
+
+    path: str = ""
+    out: Out = field(default=Out(-1, None, None))
+
+
+@dataclass(frozen=True)
+class Compute(Instruction):
+    """outs = op(*args, **kwargs) on this rank's parts.
+
+    Args:
+        op: ``aten.mm.default``, ``shardc.adamw.default``; ``math.sqrt``, ``operator.mul``, ``torch.sym_float`` for numbers.
+        args, kwargs: trees of constants, `Ref`, `Local`, `LocalDim`; tuples and lists nest.
+        outs: one for each result, None where the operator gives None. An operator with a single tensor result has one.
+        inplace: (result, argument position) pairs: the result takes over the storage of that argument, whose register dies
+            here. Only for operators that the runtime has an in-place form of.
+        draw: position of a random operator among the draws of the step; None for the others.
+    """
+
+    op: str = ""
+    args: tuple[Any, ...] = ()
+    kwargs: tuple[tuple[str, Any], ...] = ()
+    outs: tuple[Out | None, ...] = ()
+    inplace: tuple[tuple[int, int], ...] = ()
+    draw: int | None = None
+
+
+@dataclass(frozen=True)
+class Collective(Instruction):
+    """out = the step applied to `src` (over the ranks of `step.axis`); a slice is local."""
+
+    step: Step = field(default=Step("slice", "", ShardSpec(()), ShardSpec(())))
+    src: Reg = -1
+    out: Out = field(default=Out(-1, None, None))
+
+
+@dataclass(frozen=True)
+class Write(Instruction):
+    """Slot := register, this rank's part in the slot's storage spec. Into the slot's own storage where it exists, else the
+    slot takes the tensor (its creation). A register that already is the slot's storage (in-place update) costs nothing."""
+
+    slot: str = ""
+    src: Reg = -1
+
+
+@dataclass(frozen=True)
+class Delete(Instruction):
+    """The slot is absent after the step (a gradient set to None)."""
+
+    slot: str = ""
+
+
+@dataclass(frozen=True)
+class Return(Instruction):
+    """The step's results, in order, and the numbers that the step changed. The last instruction."""
+
+    results: tuple[Reg, ...] = ()
+    specs: tuple[ShardSpec | None, ...] = ()
+    numbers: tuple[tuple[str, Reg], ...] = ()

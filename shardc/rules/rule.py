@@ -1,0 +1,84 @@
+"""What a factor rule is: the factors of an operator call, and which dims of which operands and results they make up."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from shardc.errors import RuleError
+
+PASS, SUM, MAX, MIN, WHOLE = "pass", "sum", "max", "min", "whole"
+KINDS = (PASS, SUM, MAX, MIN, WHOLE)
+
+DimFactors = tuple[str, ...]
+"""The factors of one dim, major first; empty for a dim of size 1 that belongs to no factor (a broadcast dim)."""
+Factors = tuple[DimFactors, ...]
+"""One `DimFactors` for each dim of a tensor."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How one operator *call* may be split. Sizes are global, so a rule is made for the types of the call's operands.
+
+    Args:
+        operands: the factors of each tensor operand, in the order in which `tensor_operands` finds them in the arguments.
+        results: the factors of each result (one entry for a single tensor; None for an absent result).
+        sizes: factor -> number of elements.
+        kinds: factor -> "pass" (default: split alike wherever it appears), "sum" / "max" / "min" (results that lack the
+            factor are partial over its axes), "whole" (never split: gather first).
+        linear: sets of operand positions. If, over one axis, exactly the operands of one set are partial sums (and the
+            others are not partial), every result is a partial sum over that axis.
+        any_partial: operand 0 may be partial with *any* reduction and the result keeps it (views, copies).
+        sized: arguments that hold sizes and must be localised: argument position (int) or keyword -> the factors of its
+            entries ("=0" stands for: the local shape of result 0). See `shardc.rules.localise`.
+    """
+
+    operands: tuple[Factors, ...]
+    results: tuple[Factors | None, ...]
+    sizes: Mapping[str, int]
+    kinds: Mapping[str, str] = field(default_factory=dict)
+    linear: tuple[frozenset[int], ...] = ()
+    any_partial: bool = False
+    sized: Mapping[int | str, object] = field(default_factory=dict)
+
+    def kind(self, factor: str) -> str:
+        return self.kinds.get(factor, PASS)
+
+    def __post_init__(self) -> None:
+        used = {f for t in (*self.operands, *self.results) if t is not None for d in t for f in d}
+        missing = used - set(self.sizes)
+        if missing:
+            raise RuleError(f"factors without a size: {sorted(missing)} in {self}")
+        bad = {k for k in self.kinds.values() if k not in KINDS}
+        if bad:
+            raise RuleError(f"unknown factor kinds {sorted(bad)}", hint=f"one of {', '.join(KINDS)}")
+
+    def __str__(self) -> str:
+        """``[i,k],[k,j]->[i,j]; k: sum; linear: 0 | 1``"""
+        left = ",".join(map(_text, self.operands))
+        right = ",".join("-" if r is None else _text(r) for r in self.results)
+        tail = [f"{f}: {k}" for f, k in self.kinds.items() if k != PASS]
+        if self.any_partial:
+            tail.append("partial: any")
+        if self.linear:
+            tail.append("linear: " + " | ".join("&".join(map(str, sorted(s))) for s in self.linear))
+        if self.sized:
+            tail.append("sized: " + ", ".join(map(str, self.sized)))
+        return "; ".join([f"{left}->{right}", *tail])
+
+
+def _text(factors: Factors) -> str:
+    return "[" + ",".join("1" if not d else d[0] if len(d) == 1 else f"({' '.join(d)})" for d in factors) + "]"
+
+
+def parse_factors(text: str) -> tuple[Factors | None, ...]:
+    """``"[i,k],[(b t),1]"`` -> the factors of two tensors."""
+    out: list[Factors | None] = []
+    for part in re.findall(r"\[[^\]]*\]|-", text):
+        if part == "-":
+            out.append(None)
+            continue
+        dims = [d.strip() for d in part[1:-1].split(",")] if part[1:-1].strip() else []
+        out.append(tuple(() if d == "1" else tuple(d.strip("()").split()) for d in dims))
+    return tuple(out)
