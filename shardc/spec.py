@@ -71,40 +71,89 @@ def dim_indices(dim: Dim, mesh: Mesh, coord: Coord) -> list[int]:
     return out
 
 
-def dim_key(dim: Dim, mesh: Mesh) -> tuple[object, ...]:
-    """A value equal for two dims iff every rank of the mesh holds the same indices of both."""
-    memo = mesh.memo.setdefault("dim_key", {})
-    if dim in memo:
-        return memo[dim]  # type: ignore[no-any-return]
-    axes = sorted(set(dim_axes(dim)) & {a for a, n in mesh.axes.items() if n > 1})
-    ranges = [range(n if a in axes else 1) for a, n in mesh.axes.items()]
-    coords: list[Coord] = [()]
-    for r in ranges:
-        coords = [(*c, i) for c in coords for i in r]
-    key = (dim_size(dim), tuple(axes), tuple(_runs(dim, mesh, c) for c in coords))
-    memo[dim] = key
-    return key
+def dim_key(dim: Dim, mesh: Mesh) -> Dim:
+    """A value equal for two dims iff every rank of the mesh holds the same indices of both: the canonical form itself."""
+    return canonical_dim(dim, mesh)
 
 
-def _runs(dim: Dim, mesh: Mesh, coord: Coord) -> tuple[object, ...]:
-    """Normal form of an index set: offset, then (count, stride) of each level, merged where contiguous."""
-    stride, offset, levels = 1, 0, []
-    for f in reversed(dim):
-        lo, hi = f.interval(mesh, coord)
-        if hi == lo:
-            return ()
-        offset += lo * stride
-        if hi - lo > 1:
-            if levels and levels[-1][0] * levels[-1][1] == stride:
-                levels[-1] = ((hi - lo) * levels[-1][0], levels[-1][1])
+def _lengths(f: Factor, mesh: Mesh) -> list[set[int]]:
+    """The lengths, without 0, that the parts of a factor of size > 0 have before its first axis and after each of them."""
+    out = [{f.size}]
+    for axis in f.axes:
+        n, new = mesh.axes[axis], set()
+        for length in out[-1]:
+            chunk = -(-length // n)
+            new.add(chunk)
+            if length % chunk:
+                new.add(length % chunk)
+        out.append(new)
+    return out
+
+
+def _refine(f: Factor, mesh: Mesh) -> tuple[list[Factor], list[str]]:
+    """The finest product of factors with the index sets of `f`, and the axes that only cut parts of one element.
+
+    Where all parts are of one length L after axes[:k], the factor is (n/L)@axes[:k] · L@axes[k:]; where all borders are
+    multiples of r, it is (n/r)@axes · r. Both follow from ceil(ceil(m/r) / a) = ceil(m/a) / r when r divides the latter.
+    An axis that cuts parts of at most one element keeps them at its coordinate 0, wherever in the dim it stands.
+    """
+    axes = tuple(a for a in f.axes if mesh.axes[a] > 1)
+    lengths = _lengths(Factor(f.size, axes), mesh)
+    out: list[Factor] = []
+    size, start = f.size, 0
+    for k in range(1, len(axes) + 1):
+        if size > 1 and len(lengths[k]) == 1:
+            (length,) = lengths[k]
+            out.append(Factor(size // length, axes[start:k]))
+            size, start = length, k
+    if size == 1:
+        return out, list(axes[start:])
+    if start < len(axes):
+        rest = math.gcd(size, *(n for level in lengths[start + 1 :] for n in level))
+        out.append(Factor(size // rest, axes[start:]))
+        size = rest
+    return ([*out, Factor(size)] if size > 1 else out), []
+
+
+def finest_dim(dim: Dim, mesh: Mesh) -> Dim:
+    """The finest product of factors with the same index sets: it is the same for all dims that have them.
+
+    Axes of size 1 are dropped, adjacent whole factors joined; a dim of size 0 has no axes, one of size 1 a single factor.
+    """
+    memo = mesh.memo.setdefault("finest_dim", {})
+    if dim not in memo:
+        memo[dim] = _finest_dim(dim, mesh)
+    return memo[dim]  # type: ignore[no-any-return]
+
+
+def _finest_dim(dim: Dim, mesh: Mesh) -> Dim:
+    if dim_size(dim) == 0:
+        return (Factor(0),)
+    factors: list[Factor] = []
+    first: list[str] = []
+    for f in dim:
+        fine, ones = _refine(f, mesh)
+        first += ones
+        for g in fine:
+            if factors and not factors[-1].axes and not g.axes:
+                factors[-1] = Factor(factors[-1].size * g.size)
             else:
-                levels.append((hi - lo, stride))
-        stride *= f.size
-    return (offset, *levels)
+                factors.append(g)
+    if first:  # they stand where they read best: behind the first factor that is cut into single elements, else in front
+        tail = tuple(sorted(first, key=mesh.index))
+        k = next((k for k, f in enumerate(factors) if f.axes and _lengths(f, mesh)[-1] == {1}), None)
+        if k is None:
+            factors.insert(0, Factor(1, tail))
+        else:
+            factors[k] = Factor(factors[k].size, factors[k].axes + tail)
+    return tuple(factors) or (Factor(1),)
 
 
 def canonical_dim(dim: Dim, mesh: Mesh) -> Dim:
-    """The canonical form among all dims with the same index sets on `mesh`: as few factors as possible."""
+    """The canonical form among all dims with the same index sets on `mesh`: the finest one, joined again from the left.
+
+    ``8@dp·12`` is ``96@dp`` on two ranks and itself on three.
+    """
     memo = mesh.memo.setdefault("canonical_dim", {})
     if dim not in memo:
         memo[dim] = _canonical_dim(dim, mesh)
@@ -112,33 +161,15 @@ def canonical_dim(dim: Dim, mesh: Mesh) -> Dim:
 
 
 def _canonical_dim(dim: Dim, mesh: Mesh) -> Dim:
-    size, first = dim_size(dim), []
-    factors: list[Factor] = []
-    for f in dim:
-        axes = tuple(a for a in f.axes if mesh.axes[a] > 1)
-        largest = f.size  # axes that only cut parts of at most one element act as a factor of size one
-        for k, axis in enumerate(axes):
-            if largest <= 1:
-                first.extend(axes[k:])
-                axes = axes[:k]
+    todo, out = finest_dim(dim, mesh), []
+    while todo:
+        for k in range(len(todo), 0, -1):
+            joined = Factor(dim_size(todo[:k]), dim_axes(todo[:k]))
+            if k == 1 or finest_dim((joined,), mesh) == todo[:k]:
+                out.append(joined)
+                todo = todo[k:]
                 break
-            largest = -(-largest // mesh.axes[axis])
-        if f.size != 1 or axes:
-            factors.append(Factor(f.size, axes))
-    if size == 0:
-        return (Factor(0, tuple(sorted(first + [a for f in factors for a in f.axes], key=mesh.index))),)
-    if first:
-        factors.insert(0, Factor(1, tuple(sorted(first, key=mesh.index))))
-    k = 0
-    while k + 1 < len(factors):
-        a, b = factors[k], factors[k + 1]
-        joined = Factor(a.size * b.size, a.axes + b.axes)
-        if dim_key((a, b), mesh) == dim_key((joined,), mesh):
-            factors[k : k + 2] = [joined]
-            k = max(k - 1, 0)
-        else:
-            k += 1
-    return tuple(factors) or (Factor(1),)
+    return tuple(out)
 
 
 def join_dims(dims: Iterable[Dim]) -> Dim:
@@ -147,42 +178,36 @@ def join_dims(dims: Iterable[Dim]) -> Dim:
 
 
 def split_dim(dim: Dim, sizes: Sequence[int], mesh: Mesh) -> tuple[Dim, ...] | None:
-    """Cut a dim into dims of the given sizes (major first), keeping every rank's index set.
+    """Cut a dim into dims of the given sizes (major first), keeping every rank's elements.
 
     Returns None where a border between the parts of two ranks falls inside an element of a new dim.
+
+    Raises:
+        SpecError: the sizes do not multiply to that of the dim.
     """
     if math.prod(sizes) != dim_size(dim):
-        raise SpecError(f"cannot cut a dim of {dim_size(dim)} into {list(sizes)}")
-    todo, out = list(canonical_dim(dim, mesh)), []
+        raise SpecError(f"cannot cut a dim of {dim_size(dim)} into {list(sizes)}", hint="sizes that multiply to it")
     if dim_size(dim) == 0:
-        return tuple((Factor(s),) for s in sizes) if not dim_axes(tuple(todo)) else None
+        return tuple((Factor(n),) for n in sizes)
+    todo, out = list(finest_dim(dim, mesh)), []
     for size in sizes:
         part: list[Factor] = []
         need = size
-        while need > 1 or (todo and todo[0].size == 1 and not part):
+        while todo and (need > 1 or todo[0].size == 1):
             f = todo.pop(0)
             if need % f.size == 0:
                 part.append(f)
                 need //= f.size
-                continue
-            cut = _cut(f, need, mesh) if f.size % need == 0 else None
-            if cut is None:
+            elif f.size % need == 0 and not f.axes:  # factors with axes are already as fine as they can be
+                part.append(Factor(need))
+                todo.insert(0, Factor(f.size // need))
+                need = 1
+            else:
                 return None
-            part.append(cut[0])
-            todo.insert(0, cut[1])
-            need = 1
         out.append(tuple(part) or (Factor(1),))
-    if todo:  # factors of size one that are left hang on the last dim
-        out[-1] = out[-1] + tuple(todo)
+    if not out:  # the single element of a 0-d tensor: nowhere to keep an axis
+        return None if dim_axes(tuple(todo)) else ()
     return tuple(canonical_dim(d, mesh) for d in out)
-
-
-def _cut(f: Factor, major: int, mesh: Mesh) -> tuple[Factor, Factor] | None:
-    for k in range(len(f.axes), -1, -1):
-        pair = (Factor(major, f.axes[:k]), Factor(f.size // major, f.axes[k:]))
-        if dim_key(pair, mesh) == dim_key((f,), mesh):
-            return pair
-    return None
 
 
 @dataclass(frozen=True)
