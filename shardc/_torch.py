@@ -1,0 +1,116 @@
+"""Everything that shardc uses of torch beyond its public API, in one place. Checked on torch 2.11 to 2.13.
+
+Names are looked up when this module is imported, so that a torch without them is refused at once and by name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.functional_tensor import FunctionalTensor
+
+from shardc.errors import ShardcError
+
+OPTIMIZER_LOOPS: dict[str, tuple[str, str]] = {
+    "adam": ("torch.optim.adam", "_single_tensor_adam"),
+    "sgd": ("torch.optim.sgd", "_single_tensor_sgd"),
+    "adagrad": ("torch.optim.adagrad", "_single_tensor_adagrad"),
+    "rmsprop": ("torch.optim.rmsprop", "_single_tensor_rmsprop"),
+}
+"""The functions that do torch.optim's updates parameter by parameter (AdamW uses Adam's)."""
+
+
+def lookup(module: str, name: str) -> Any:
+    """`module.name`.
+
+    Raises:
+        ShardcError: this torch has no such name.
+    """
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise ShardcError(
+            f"torch {torch.__version__} has no {module}.{name}, which shardc uses",
+            hint="a torch release from 2.11 on that this release of shardc was checked with (2.11 to 2.13)",
+        ) from error
+
+
+for _module, _name in OPTIMIZER_LOOPS.values():
+    lookup(_module, _name)
+
+fused_adam_: Callable[..., None] = lookup("torch", "_fused_adam_")
+fused_adamw_: Callable[..., None] = lookup("torch", "_fused_adamw_")
+fused_sgd_: Callable[..., None] = lookup("torch", "_fused_sgd_")
+fused_adagrad_: Callable[..., None] = lookup("torch", "_fused_adagrad_")
+
+flash_cpu: Callable[..., tuple[Tensor, Tensor]] = lookup("torch", "ops").aten._scaled_dot_product_flash_attention_for_cpu
+flash_cpu_backward: Callable[..., tuple[Tensor, Tensor, Tensor]] = (
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+)
+flash_cuda = torch.ops.aten._scaled_dot_product_flash_attention
+flash_cuda_backward = torch.ops.aten._scaled_dot_product_flash_attention_backward
+efficient_cuda = torch.ops.aten._scaled_dot_product_efficient_attention
+efficient_cuda_backward = torch.ops.aten._scaled_dot_product_efficient_attention_backward
+
+
+@contextlib.contextmanager
+def replaced(module: str, name: str, new: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
+    """While inside, `module.name` is ``new(original)``; restored on exit, also on an error."""
+    owner, original = importlib.import_module(module), lookup(module, name)
+    setattr(owner, name, new(original))
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)
+
+
+@contextlib.contextmanager
+def replaced_optimizer_loops(new: Mapping[str, Callable[[Callable[..., None]], Callable[..., None]]]) -> Iterator[None]:
+    """While inside, torch.optim's loop functions are ``new[name](original)`` (see `OPTIMIZER_LOOPS`)."""
+    with contextlib.ExitStack() as stack:
+        for name, make in new.items():
+            stack.enter_context(replaced(*OPTIMIZER_LOOPS[name], make))
+        yield
+
+
+def assign(target: Tensor, value: Tensor) -> None:
+    """``target.copy_(value)``, without a copy in the graph where `target` is functionalised and the layouts agree."""
+    if isinstance(target, FunctionalTensor) and isinstance(value, FunctionalTensor) and target.stride() == value.stride():
+        value.sync()
+        target.replace_(torch._from_functional_tensor(value.elem))
+        target.commit_update()
+        target.sync()
+        torch.autograd.graph.increment_version(target)
+        return
+    target.copy_(value)
+
+
+def storage_id(tensor: Tensor) -> int:
+    """A number that tensors share iff they share their storage; valid while the storage lives. Also for meta tensors."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def may_alias(op: torch._ops.OpOverload) -> bool:
+    """Whether a result of `op` may share storage with an operand: by its schema, or because it is composite, where the
+    schema says nothing of views that are sometimes taken."""
+    if any(r.alias_info is not None for r in op._schema.returns) or op is torch.ops.aten._unsafe_view.default:
+        return True
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd"))
+
+
+def returns_sequence(op: torch._ops.OpOverload) -> bool:
+    """Whether `op` gives several results or a list, rather than one tensor or number."""
+    returns = op._schema.returns
+    return len(returns) != 1 or isinstance(returns[0].type, torch.ListType)
+
+
+def default_store() -> torch.distributed.Store:
+    """The key-value store of the default process group."""
+    store = lookup("torch.distributed.distributed_c10d", "_get_default_store")()
+    assert isinstance(store, torch.distributed.Store)
+    return store
