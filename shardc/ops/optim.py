@@ -1,0 +1,300 @@
+"""Updates of torch.optim as operators: one call for each parameter, functional in the graph, fused and in place at run time.
+
+========================  =======================================================  ==========================================
+operator                  tensors                                                  results
+========================  =======================================================  ==========================================
+adam                      p, grad, exp_avg, exp_avg_sq, step                       p, exp_avg, exp_avg_sq, step
+adam_amsgrad              p, grad, exp_avg, exp_avg_sq, max_exp_avg_sq, step       p, exp_avg, exp_avg_sq, max_exp_avg_sq, step
+sgd                       p, grad                                                  p
+sgd_momentum_first        p, grad                                                  p, momentum_buffer
+sgd_momentum              p, grad, momentum_buffer                                 p, momentum_buffer
+adagrad                   p, grad, state_sum, step                                 p, state_sum, step
+rmsprop[_centered]        p, grad, square_avg, step [, grad_avg]                   p, square_avg, step [, grad_avg ...]
+  [_momentum]               [, momentum_buffer]
+========================  =======================================================  ==========================================
+
+All arguments are positional; `step` is a 0-d tensor that counts the steps before this one. Numbers (lr, betas, ...) may be
+symbolic. `INPLACE` has the form of each operator that updates its arguments.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardc import _torch
+from shardc.ops import loops
+from shardc.ops.library import operator
+
+Number = int | float | torch.SymInt | torch.SymFloat
+
+
+@dataclass(frozen=True)
+class InplaceForm:
+    """Calls like the operator of that name, but results take over the storage of arguments.
+
+    Args:
+        function: same arguments as the operator; updates and returns them (does nothing on meta tensors).
+        aliases: (result, argument position) pairs. Results that are not listed are new tensors.
+    """
+
+    function: Callable[..., Tensor | tuple[Tensor, ...]]
+    aliases: tuple[tuple[int, int], ...]
+
+    def __call__(self, *args: Any) -> Tensor | tuple[Tensor, ...]:
+        return self.function(*args)
+
+
+INPLACE: dict[str, InplaceForm] = {}
+"""Operator name (``shardc.adam.default``) -> its in-place form."""
+
+
+def _fusable(p: Tensor, *others: Tensor) -> bool:
+    """Whether torch's fused kernels may run. They walk memory, so all layouts have to be one and the same, and dense."""
+    if any(t.dtype != p.dtype or t.stride() != p.stride() or t.shape != p.shape for t in others):
+        return False
+    dense = 1
+    for size, stride in sorted(zip(p.shape, p.stride(), strict=True), key=lambda pair: (pair[1], pair[0])):
+        if size != 1:
+            if stride != dense:
+                return p.numel() == 0
+            dense *= size
+    return p.is_floating_point() and p.device.type in ("cpu", "cuda")
+
+
+def _like(grad: Tensor, p: Tensor) -> Tensor:
+    """`grad` in the memory layout of `p` (a copy only where they differ)."""
+    if grad.stride() == p.stride() or grad.dtype != p.dtype:
+        return grad
+    return torch.empty_like(p).copy_(grad)
+
+
+def _on(step: Tensor, p: Tensor) -> Tensor:
+    """The step number as the fused kernels want it: float32, beside the parameter."""
+    return step.to(device=p.device, dtype=torch.float32)
+
+
+def _adam(
+    p: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, largest: Tensor | None, step: Tensor,
+    lr: float, beta1: float, beta2: float, eps: float, weight_decay: float, maximize: bool, decoupled: bool,
+) -> None:  # fmt: skip
+    step += 1
+    grad, more = _like(grad, p), [] if largest is None else [largest]
+    if not _fusable(p, grad, exp_avg, exp_avg_sq, *more):
+        return loops.adam(
+            p, grad, exp_avg, exp_avg_sq, largest, step.item(), lr, beta1, beta2, eps, weight_decay, maximize, decoupled
+        )
+    fused = _torch.fused_adamw_ if decoupled else _torch.fused_adam_
+    fused(
+        [p], [grad], [exp_avg], [exp_avg_sq], more, [_on(step, p)], lr=float(lr), beta1=float(beta1), beta2=float(beta2),
+        weight_decay=float(weight_decay), eps=float(eps), amsgrad=largest is not None, maximize=maximize,
+    )  # fmt: skip
+    return None
+
+
+def adam_(p, grad, exp_avg, exp_avg_sq, step, *numbers):  # type: ignore[no-untyped-def]
+    if not p.is_meta:
+        _adam(p, grad, exp_avg, exp_avg_sq, None, step, *numbers)
+    return p, exp_avg, exp_avg_sq, step
+
+
+def adam_amsgrad_(p, grad, exp_avg, exp_avg_sq, max_exp_avg_sq, step, *numbers):  # type: ignore[no-untyped-def]
+    if not p.is_meta:
+        _adam(p, grad, exp_avg, exp_avg_sq, max_exp_avg_sq, step, *numbers)
+    return p, exp_avg, exp_avg_sq, max_exp_avg_sq, step
+
+
+def _sgd(
+    p: Tensor, grad: Tensor, buffer: Tensor | None, first: bool,
+    lr: float, momentum: float, dampening: float, weight_decay: float, nesterov: bool, maximize: bool,
+) -> None:  # fmt: skip
+    if p.is_meta:
+        return None
+    grad, more = _like(grad, p), [] if buffer is None else [buffer]
+    if not _fusable(p, grad, *more):
+        return loops.sgd(p, grad, buffer, first, lr, momentum, dampening, weight_decay, nesterov, maximize)
+    _torch.fused_sgd_(
+        [p], [grad], more, weight_decay=float(weight_decay), momentum=float(momentum), lr=float(lr),
+        dampening=float(dampening), nesterov=nesterov, maximize=maximize, is_first_step=first,
+    )  # fmt: skip
+    return None
+
+
+def sgd_(p: Tensor, grad: Tensor, lr: float, weight_decay: float, maximize: bool) -> Tensor:
+    _sgd(p, grad, None, False, lr, 0.0, 0.0, weight_decay, False, maximize)
+    return p
+
+
+def sgd_momentum_first_(
+    p: Tensor, grad: Tensor, lr: float, momentum: float, dampening: float, weight_decay: float, nesterov: bool, maximize: bool
+) -> tuple[Tensor, Tensor]:
+    buffer = torch.empty_like(p)
+    _sgd(p, grad, buffer, True, lr, momentum, dampening, weight_decay, nesterov, maximize)
+    return p, buffer
+
+
+def sgd_momentum_(p, grad, momentum_buffer, *numbers):  # type: ignore[no-untyped-def]
+    _sgd(p, grad, momentum_buffer, False, *numbers)
+    return p, momentum_buffer
+
+
+def adagrad_(
+    p: Tensor, grad: Tensor, state_sum: Tensor, step: Tensor,
+    lr: float, lr_decay: float, eps: float, weight_decay: float, maximize: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    if p.is_meta:
+        return p, state_sum, step
+    step += 1
+    grad = _like(grad, p)
+    if not _fusable(p, grad, state_sum):
+        loops.adagrad(p, grad, state_sum, step.item(), lr, lr_decay, eps, weight_decay, maximize)
+    else:
+        _torch.fused_adagrad_(
+            [p], [grad], [state_sum], [_on(step, p)], lr=float(lr), lr_decay=float(lr_decay),
+            weight_decay=float(weight_decay), eps=float(eps), maximize=maximize,
+        )  # fmt: skip
+    return p, state_sum, step
+
+
+def _rmsprop_(centered: bool, momentum: bool) -> Callable[..., tuple[Tensor, ...]]:
+    def function(p: Tensor, grad: Tensor, square_avg: Tensor, step: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+        state, numbers = list(rest[: centered + momentum]), rest[centered + momentum :]
+        if not p.is_meta:
+            step += 1
+            loops.rmsprop(p, grad, square_avg, state[0] if centered else None, state[-1] if momentum else None, *numbers)
+        return p, square_avg, step, *state
+
+    return function
+
+
+def _define(name: str, tensors: str, numbers: str, function: Callable[..., Any], created: int = 0) -> None:
+    """One operator: `tensors` and `numbers` are its arguments; all tensors but grad come back, then `created` new ones."""
+    words = tensors.split()
+    written = [k for k, word in enumerate(words) if word != "grad"]
+    arguments = [f"Tensor {word}" for word in words]
+    arguments += [word.replace(":", " ") if ":" in word else f"Scalar {word}" for word in numbers.replace("bool ", "bool:").split()]
+    count = len(written) + created
+    results = "Tensor" if count == 1 else f"({', '.join(['Tensor'] * count)})"
+
+    def kernel(*args: Any) -> Any:
+        return function(*(a.clone() if k in written else a for k, a in enumerate(args)))
+
+    def fake(*args: Any) -> Any:
+        out = [torch.empty_like(args[k]) for k in written] + [torch.empty_like(args[0]) for _ in range(created)]
+        return out[0] if count == 1 else tuple(out)
+
+    operator(f"{name}({', '.join(arguments)}) -> {results}", kernel, fake)
+    INPLACE[f"shardc.{name}.default"] = InplaceForm(function, tuple(enumerate(written)))
+
+
+_ADAM = "lr beta1 beta2 eps weight_decay bool maximize bool decoupled"
+_SGD = "lr momentum dampening weight_decay bool nesterov bool maximize"
+_RMSPROP = "lr alpha eps weight_decay momentum bool maximize"
+_define("adam", "p grad exp_avg exp_avg_sq step", _ADAM, adam_)
+_define("adam_amsgrad", "p grad exp_avg exp_avg_sq max_exp_avg_sq step", _ADAM, adam_amsgrad_)
+_define("sgd", "p grad", "lr weight_decay bool maximize", sgd_)
+_define("sgd_momentum_first", "p grad", _SGD, sgd_momentum_first_, created=1)
+_define("sgd_momentum", "p grad momentum_buffer", _SGD, sgd_momentum_)
+_define("adagrad", "p grad state_sum step", "lr lr_decay eps weight_decay bool maximize", adagrad_)
+_define("rmsprop", "p grad square_avg step", _RMSPROP, _rmsprop_(False, False))
+_define("rmsprop_centered", "p grad square_avg step grad_avg", _RMSPROP, _rmsprop_(True, False))
+_define("rmsprop_momentum", "p grad square_avg step momentum_buffer", _RMSPROP, _rmsprop_(False, True))
+_define("rmsprop_centered_momentum", "p grad square_avg step grad_avg momentum_buffer", _RMSPROP, _rmsprop_(True, True))
+
+
+# -- in the place of torch.optim's loops -----------------------------------------------------------------------------------
+
+_Emit = Callable[[dict[str, Any]], None]
+
+
+def _ordinary(given: dict[str, Any], numbers: str) -> bool:
+    """Whether the operators cover this call: dense real tensors, plain or symbolic numbers, no special modes."""
+    if any(given.get(flag) for flag in ("differentiable", "capturable", "grad_scale", "found_inf")):
+        return False
+    tensors = [*given["params"], *given["grads"]]
+    return all(isinstance(given[name], Number) for name in numbers.split()) and not any(
+        t.layout != torch.strided or t.is_complex() for t in tensors
+    )
+
+
+def _assign(targets: list[Tensor], values: Any) -> None:
+    for target, value in zip(targets, [values] if isinstance(values, Tensor) else values, strict=True):
+        _torch.assign(target, value)
+
+
+def _emit_adam(a: dict[str, Any]) -> None:
+    numbers = (*(a[k] for k in ("lr", "beta1", "beta2", "eps", "weight_decay", "maximize")), a["decoupled_weight_decay"])
+    for k, (p, grad) in enumerate(zip(a["params"], a["grads"], strict=True)):
+        state = [a["exp_avgs"][k], a["exp_avg_sqs"][k], *([a["max_exp_avg_sqs"][k]] if a["amsgrad"] else []), a["state_steps"][k]]
+        op = torch.ops.shardc.adam_amsgrad if a["amsgrad"] else torch.ops.shardc.adam
+        _assign([p, *state], op(p, grad, *state, *numbers))
+
+
+def _emit_sgd(a: dict[str, Any]) -> None:
+    plain = (a["lr"], a["weight_decay"], a["maximize"])
+    heavy = tuple(a[k] for k in ("lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize"))
+    moving = a["momentum"] != 0
+    for k, (p, grad) in enumerate(zip(a["params"], a["grads"], strict=True)):
+        if not moving:
+            _assign([p], torch.ops.shardc.sgd(p, grad, *plain))
+        elif a["momentum_buffer_list"][k] is None:
+            value, a["momentum_buffer_list"][k] = torch.ops.shardc.sgd_momentum_first(p, grad, *heavy)
+            _assign([p], value)
+        else:
+            buffer = a["momentum_buffer_list"][k]
+            _assign([p, buffer], torch.ops.shardc.sgd_momentum(p, grad, buffer, *heavy))
+
+
+def _emit_adagrad(a: dict[str, Any]) -> None:
+    numbers = tuple(a[k] for k in ("lr", "lr_decay", "eps", "weight_decay", "maximize"))
+    for p, grad, *state in zip(a["params"], a["grads"], a["state_sums"], a["state_steps"], strict=True):
+        _assign([p, *state], torch.ops.shardc.adagrad(p, grad, *state, *numbers))
+
+
+def _emit_rmsprop(a: dict[str, Any]) -> None:
+    numbers = tuple(a[k] for k in ("lr", "alpha", "eps", "weight_decay", "momentum", "maximize"))
+    centered, moving = bool(a["centered"]), bool(a["momentum"] > 0)
+    op = getattr(torch.ops.shardc, "rmsprop" + "_centered" * centered + "_momentum" * moving)
+    for k, (p, grad) in enumerate(zip(a["params"], a["grads"], strict=True)):
+        state = [a["square_avgs"][k], a["state_steps"][k]]
+        state += [a["grad_avgs"][k]] * centered + [a["momentum_buffer_list"][k]] * moving
+        _assign([p, *state], op(p, grad, *state, *numbers))
+
+
+_EMITTERS: dict[str, tuple[_Emit, str]] = {
+    "adam": (_emit_adam, "lr beta1 beta2 eps weight_decay"),
+    "sgd": (_emit_sgd, "lr momentum dampening weight_decay"),
+    "adagrad": (_emit_adagrad, "lr lr_decay eps weight_decay"),
+    "rmsprop": (_emit_rmsprop, "lr alpha eps weight_decay momentum"),
+}
+
+
+def _wrapper(emit: _Emit, numbers: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    def make(original: Callable[..., None]) -> Callable[..., None]:
+        signature = inspect.signature(original)
+
+        def update(*args: Any, **kwargs: Any) -> None:
+            given = signature.bind(*args, **kwargs).arguments
+            if _ordinary(given, numbers):
+                emit(given)
+            else:
+                original(*args, **kwargs)
+
+        return update
+
+    return make
+
+
+@contextmanager
+def optimizer_kernels() -> Iterator[None]:
+    """While inside, the loop path (``foreach=False, fused=False``) of torch.optim's Adam, AdamW, SGD, Adagrad and RMSprop
+    calls one operator for each parameter. Sparse or complex parameters, tensor hyperparameters, `capturable` and
+    `differentiable` keep torch's own loop."""
+    with _torch.replaced_optimizer_loops({name: _wrapper(*how) for name, how in _EMITTERS.items()}):
+        yield
