@@ -1,0 +1,141 @@
+"""annotate: pin the specs that the options decide.
+
+Before: no node has a spec. After: every slot has a storage and a compute spec; placeholders have the spec in which they arrive;
+nodes that are a pinned version of a slot carry that spec as a pin (propagate makes it so); nothing else has a spec.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from fnmatch import fnmatchcase
+
+import torch
+from torch import fx
+
+from shardc.errors import OptionError, SpecError
+from shardc.mesh import Mesh
+from shardc.options import Options
+from shardc.placements import to_placements
+from shardc.program import Program, Slot, SlotKind
+from shardc.spec import Factor, P, ShardSpec
+
+
+def annotate(program: Program, options: Options) -> Program:
+    out = program.copy()
+    assert out.mesh is not None
+    pins = _pins(out, options)
+    for path, slot in out.slots.items():
+        out.slots[path] = _slot_specs(slot, out.slots.get(slot.of), pins, options, out.mesh)
+    for path, node in out.entry.items():
+        out.info[node] = out.info[node].but(spec=out.slots[path].storage, why="storage of its slot")
+    _inputs(out, options)
+    for node, path in out.versions.items():
+        slot = out.slots[path]
+        if node.op == "call_function" and _is_pinned(out, node, slot, options):
+            out.info[node] = out.info[node].but(spec=slot.storage, why=f"storage of {path}")
+    for path, node in out.exit.items():
+        if node.op == "call_function":
+            out.info[node] = out.info[node].but(spec=out.slots[path].storage, why=f"storage of {path}")
+    return out
+
+
+def _is_pinned(program: Program, node: fx.Node, slot: Slot, options: Options) -> bool:
+    """Gradients of an earlier backward that only flow into a later sum of the same slot wait for it at zero <= 1."""
+    if slot.kind != SlotKind.GRADIENT or options.zero >= 2 or len(node.users) != 1:
+        return True
+    (user,) = node.users
+    joint = user.target is torch.ops.aten.add.Tensor and program.versions.get(user) == slot.path
+    return not joint
+
+
+def _pins(program: Program, options: Options) -> Mapping[str, P]:
+    """Parameter path -> P, from patterns over `name` and `argument.name`.
+
+    Raises:
+        OptionError: a pattern that matches no parameter.
+        SpecError: two patterns that give one parameter different specs.
+    """
+    found: dict[str, tuple[str, P]] = {}
+    names = {path: slot for path, slot in program.slots.items() if slot.kind in (SlotKind.PARAMETER, SlotKind.BUFFER)}
+    for pattern, p in options.params.items():
+        hits = [path for path, slot in names.items() if any(_matches(alias, pattern) for alias in (path, *slot.aliases))]
+        if not hits:
+            some = ", ".join(list(names)[:4])
+            raise OptionError(f"params pattern {pattern!r} matches no parameter", hint=f"names look like {some}")
+        for path in hits:
+            before = found.get(path)
+            if before is not None and before[1] != p:
+                raise SpecError(
+                    f"contradicting pins: {before[0]!r} says {before[1]!r}, {pattern!r} says {p!r}",
+                    where=path, hint="make the patterns disjoint",
+                )  # fmt: skip
+            found[path] = (pattern, p)
+    return {path: p for path, (_, p) in found.items()}
+
+
+def _matches(path: str, pattern: str) -> bool:
+    return fnmatchcase(path, pattern) or fnmatchcase(path.partition(".")[2], pattern)
+
+
+def _slot_specs(slot: Slot, owner: Slot | None, pins: Mapping[str, P], options: Options, mesh: Mesh) -> Slot:
+    shape = slot.type.shape
+    pinned = slot.path if slot.path in pins else slot.of
+    whole = ShardSpec.replicated(shape).canonical(mesh)
+    same_shape = owner is None or owner.type.shape == shape
+    compute = pins[pinned].to_spec(shape, mesh, where=slot.path) if pinned in pins and same_shape else whole
+    stage = {SlotKind.PARAMETER: 3, SlotKind.OPTIMIZER: 1, SlotKind.GRADIENT: 1, SlotKind.BUFFER: 9, SlotKind.TENSOR: 9}[slot.kind]
+    storage = zero_spec(compute, options.batch, mesh) if options.zero >= stage else compute
+    return replace(slot, storage=storage, compute=compute)
+
+
+def zero_spec(spec: ShardSpec, axes: tuple[str, ...], mesh: Mesh) -> ShardSpec:
+    """`spec` further split over `axes`, along the dim whose largest shard is then the smallest fraction (ties: dim 0)."""
+    axes = tuple(a for a in axes if mesh.axes[a] > 1 and a not in spec.axes)
+    first = (0,) * len(mesh.axes)
+    best: tuple[float, int] | None = None
+    out = spec
+    for k, dim in enumerate(spec.dims):
+        if len(dim) != 1 or dim[0].size <= 1 or not axes:
+            continue
+        factor = Factor(dim[0].size, dim[0].axes + axes)
+        lo, hi = factor.interval(mesh, first)
+        rank = ((hi - lo) / factor.size, k)
+        if (best is None or rank < best) and _storable(new := spec.with_dim(k, (factor,)), mesh):
+            best, out = rank, new
+    return out.canonical(mesh) if _storable(out.canonical(mesh), mesh) else out
+
+
+def _storable(spec: ShardSpec, mesh: Mesh) -> bool:
+    if len(spec.axes) <= 1:
+        return True
+    try:
+        to_placements(spec, mesh)
+    except SpecError:
+        return False
+    return True
+
+
+def _inputs(program: Program, options: Options) -> None:
+    mesh = program.mesh
+    assert mesh is not None
+    unused = dict.fromkeys(options.inputs)
+    by_batch = P(options.batch) if options.batch else P()
+    for path, node in program.inputs.items():
+        p = by_batch
+        why = f"dim 0 is the batch, over {', '.join(options.batch)}" if options.batch else "no batch axis"
+        for pattern, given in options.inputs.items():
+            if fnmatchcase(path, pattern):
+                p, why = given, f"inputs[{pattern!r}]"
+                unused.pop(pattern, None)
+        shape = program.type(node).shape
+        if not shape and p is by_batch:
+            p, why = P(), "a scalar"
+        if path.startswith("const["):
+            p, why = P(), "a constant of the step"
+        program.info[node] = program.info[node].but(spec=p.to_spec(shape, mesh, where=path), why=why)
+    if unused:
+        raise OptionError(
+            f"inputs pattern {next(iter(unused))!r} matches no input tensor",
+            hint=f"the inputs are {', '.join(program.inputs) or 'none'}",
+        )

@@ -1,0 +1,85 @@
+"""From a rule and the layout of operands to the layout of an operator call."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from torch import fx
+
+from shardc.errors import ShardcError
+from shardc.mesh import Mesh
+from shardc.passes.graphs import typed
+from shardc.program import Program
+from shardc.reshard import reshard
+from shardc.rules import rule_for
+from shardc.rules.rule import WHOLE, Factors, Rule
+from shardc.spec import Dim, Factor, ShardSpec, canonical_dim, dim_axes, join_dims, split_dim
+
+
+def rule_of(program: Program, node: fx.Node) -> Rule:
+    """The factor rule of a node.
+
+    Raises:
+        RuleError: naming the operator, the owner module and the user's line.
+    """
+    args, kwargs = typed(program.info, node.args), typed(program.info, dict(node.kwargs))
+    info = program.info[node]
+    try:
+        return rule_for(node.target, args, kwargs, info.type)  # type: ignore[arg-type]
+    except ShardcError as e:
+        raise type(e)(e.what, where=info.where or e.where, hint=e.hint) from e
+
+
+def choose(rule: Rule, specs: Sequence[ShardSpec], busy: set[str], mesh: Mesh) -> tuple[dict[str, Dim], str]:
+    """How each factor is split, given how the operands lie; and why, in words.
+
+    Args:
+        busy: axes over which a reduction stays pending; they cannot split a factor.
+    """
+    weight: dict[tuple[str, Dim], int] = {}
+    for spec, factors in zip(specs, rule.operands, strict=True):
+        if not spec.axes:
+            continue
+        size = math.prod(spec.shape)
+        for dim, names in zip(spec.dims, factors, strict=True):
+            if not names or not dim_axes(dim):
+                continue
+            parts = (dim,) if len(names) == 1 else split_dim(dim, [rule.sizes[f] for f in names], mesh)
+            for name, part in zip(names, parts or (), strict=False):
+                if dim_axes(part) and rule.kind(name) != WHOLE:
+                    key = (name, canonical_dim(part, mesh))
+                    weight[key] = weight.get(key, 0) + max(size, 1)
+    split: dict[str, Dim] = {}
+    used = set(busy)
+    for name, dim in sorted(weight, key=lambda key: -weight[key]):
+        axes = set(dim_axes(dim))
+        if name not in split and not axes & used:
+            split[name] = dim
+            used |= axes
+    return split, ", ".join(f"{name} over {','.join(dim_axes(dim))}" for name, dim in split.items())
+
+
+def required(factors: Factors, rule: Rule, split: dict[str, Dim], mesh: Mesh) -> ShardSpec:
+    """The spec of a tensor whose dims are made of `factors`."""
+    dims = [join_dims(split.get(f, (Factor(rule.sizes[f]),)) for f in names) for names in factors]
+    return ShardSpec(tuple(dims)).canonical(mesh)
+
+
+def result_specs(rule: Rule, split: dict[str, Dim], partial: set[tuple[str, str]], mesh: Mesh) -> list[ShardSpec | None]:
+    """Specs of the results: split as the factors are, partial over what was summed, and over what came in partial."""
+    out: list[ShardSpec | None] = []
+    for factors in rule.results:
+        if factors is None:
+            out.append(None)
+            continue
+        here = {f for names in factors for f in names}
+        gone = {(a, rule.kind(f)) for f, dim in split.items() if f not in here for a in dim_axes(dim)}
+        pending = {(a, "sum" if kind not in ("max", "min") else kind) for a, kind in gone if kind != "pass"} | partial
+        out.append(required(factors, rule, split, mesh).with_partial(pending).canonical(mesh))
+    return out
+
+
+def is_free(src: ShardSpec, dst: ShardSpec, mesh: Mesh) -> bool:
+    """Whether `dst` is had from `src` by slicing alone."""
+    return all(step.kind == "slice" for step in reshard(src, dst, mesh))

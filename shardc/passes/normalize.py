@@ -1,0 +1,204 @@
+"""normalize: one way to say each thing.
+
+Before: the program as captured. After: operators that divide by a count of their own input are decomposed (so that counts are
+those of the global batch); `detach`, `alias`, `lift_fresh_copy` and functional `copy` are gone; equal pure nodes of one phase are
+one node; no two slots, and no slot and result, end in the same storage; nothing is dead but random draws, which advance the stream.
+
+Example: ``mean(x: [8, 4])`` becomes ``div(sum(x), 32)``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from shardc.passes.graphs import Rewriter, is_getitem, is_op, is_random, is_view, kept, operands, typed, without_dead
+from shardc.program import Info, Phase, Program, SlotKind, TensorType, Types
+from shardc.rules import decompositions
+
+aten = torch.ops.aten
+SAME = (aten.detach.default, aten.alias.default, aten.lift_fresh_copy.default, aten.lift_fresh.default)
+FRESH = ("clone", "empty", "zeros", "ones", "full", "new_", "scalar_tensor")  # equal calls must stay different tensors
+
+
+def normalize(program: Program) -> Program:
+    out = without_dead(_Normalization(program).run())
+    return without_dead(_separate(_merge_equal(out)))
+
+
+class _Normalization(Rewriter):
+    def __init__(self, program: Program) -> None:
+        super().__init__(program)
+        self.table = decompositions()
+        self.traced: dict[Any, fx.Graph] = {}
+        self.fake = FakeTensorMode()
+
+    def run(self) -> Program:
+        for node in self.old.nodes:
+            if node.op == "output":
+                break
+            if node.target in SAME:
+                (source,) = operands(self.old, node)
+                self.env[node] = self.env[source]
+            elif node.target is aten.copy.default:
+                self.env[node] = self.copied(node)
+            elif node.target in self.table and not self.has_numbers(node):
+                args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: self.env[n])
+                self.env[node] = self.inline(node.target, args, kwargs, self.old.info[node])  # type: ignore[arg-type]
+            elif is_getitem(node) and isinstance(self.env[node.args[0]], tuple):  # type: ignore[index]
+                self.env[node] = self.env[node.args[0]][node.args[1]]  # type: ignore[index]
+            else:
+                self.copy(node)
+        return self.finish_folded()
+
+    def finish_folded(self) -> Program:
+        env = {old: new for old, new in self.env.items() if isinstance(new, fx.Node)}
+        versions = {env[n]: p for n, p in self.old.versions.items() if n in env}
+        draws = {env[n]: d for n, d in self.old.draws.items()}
+        out = self.old.rebuilt(self.graph, env, versions=versions, draws=draws)
+        out.info = self.info
+        out.set_output()
+        return out
+
+    def has_numbers(self, node: fx.Node) -> bool:
+        return any(self.old.info[n].type is None for n in node.all_input_nodes)
+
+    def copied(self, node: fx.Node) -> fx.Node:
+        """copy(dst, src) is src in the dtype and shape of dst."""
+        dst, src = node.args[:2]
+        assert isinstance(dst, fx.Node) and isinstance(src, fx.Node)
+        info, value = self.old.info[node], self.env[src]
+        want, have = self.old.type(node), self.old.type(src)
+        if have.dtype != want.dtype:
+            kind = TensorType(have.shape, want.dtype, have.stride)
+            value = self.call(aten._to_copy.default, (value,), {"dtype": want.dtype}, info.but(type=kind))
+        if have.shape != want.shape:
+            value = self.call(aten.expand.default, (value, list(want.shape)), {}, info.but(type=want))
+        return value
+
+    def inline(self, target: Callable[..., Any], args: Any, kwargs: Any, info: Info) -> Any:
+        """Replace a call by the graph of its decomposition; returns a node, or a tuple of nodes."""
+        graph = self.trace(target, args, kwargs)
+        values: list[fx.Node] = []
+        fx.node.map_arg((args, kwargs), values.append)
+        feed, env = iter(values), {}
+        for node in graph.nodes:
+            if node.op == "placeholder":
+                env[node] = next(feed)
+            elif node.op == "output":
+                return fx.node.map_aggregate(node.args[0], lambda n: env[n] if isinstance(n, fx.Node) else n)
+            else:
+                sub_args, sub_kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: env[n])
+                if is_getitem(node) and isinstance(sub_args[0], tuple):
+                    env[node] = sub_args[0][sub_args[1]]
+                    continue
+                sub = info.but(type=_types(node.meta["val"]))
+                nested = node.target in self.table
+                env[node] = self.inline(node.target, sub_args, sub_kwargs, sub) if nested else self.call(node.target, sub_args, sub_kwargs, sub)
+        raise AssertionError("a graph without output")
+
+    def trace(self, target: Callable[..., Any], args: Any, kwargs: Any) -> fx.Graph:
+        call = typed(self.info, (args, kwargs))
+        key = (target, repr(call))
+        if key not in self.traced:
+            with self.fake:
+                flat: list[torch.Tensor] = []
+
+                def hole(a: Any) -> Any:
+                    if isinstance(a, TensorType):
+                        flat.append(torch.empty_strided(a.shape, a.stride, dtype=a.dtype))
+                        return _Hole(len(flat) - 1)
+                    return a
+
+                holes = fx.node.map_aggregate(call, hole)
+
+                def fn(*tensors: torch.Tensor) -> Any:
+                    full = fx.node.map_aggregate(holes, lambda a: tensors[a.index] if isinstance(a, _Hole) else a)
+                    return self.table[target](*full[0], **full[1])  # type: ignore[index]
+
+                self.traced[key] = make_fx(fn)(*flat).graph
+        return self.traced[key]
+
+
+class _Hole:
+    """The place of a tensor in an argument tree."""
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+
+
+def _types(value: Any) -> Types:
+    if isinstance(value, torch.Tensor):
+        return TensorType.of(value)
+    if isinstance(value, (tuple, list)):
+        return tuple(TensorType.of(v) if isinstance(v, torch.Tensor) else None for v in value)
+    return None
+
+
+def _merge_equal(program: Program) -> Program:
+    """Common subexpressions, within one phase (a checkpoint's second forward in the backward stays)."""
+    build = Rewriter(program)
+    seen: dict[Any, fx.Node] = {}
+    slots = set(program.versions) | kept(program)
+    for node in program.nodes:
+        if node.op == "output":
+            break
+        fresh = is_op(node) and node.target._schema.name.split("::")[1].startswith(FRESH)  # type: ignore[union-attr]
+        if node.op == "placeholder" or fresh or node in slots or node in program.draws or is_random(node):
+            build.copy(node)
+            continue
+        args, kwargs = build.args(node.args), build.args(dict(node.kwargs))
+        key = (node.target, _hashable(args), _hashable(kwargs), program.info[node].phase)
+        if key in seen:
+            build.env[node] = seen[key]
+        else:
+            seen[key] = build.copy(node)
+    return build.finish()
+
+
+def _hashable(arg: Any) -> Any:
+    if isinstance(arg, (list, tuple)):
+        return (type(arg).__name__, *map(_hashable, arg))
+    if isinstance(arg, dict):
+        return tuple((k, _hashable(v)) for k, v in sorted(arg.items()))
+    return (type(arg), repr(arg) if isinstance(arg, float) else arg)
+
+
+def _separate(program: Program) -> Program:
+    """Insert clones so that slots and results end in storages of their own."""
+    owners: set[fx.Node] = set()
+
+    def own(node: fx.Node, entry: fx.Node | None) -> fx.Node:
+        base = node
+        while base.op == "call_function" and (is_view(base) or is_getitem(base)):
+            base = base.all_input_nodes[0]
+        mine = node is entry or (base.op == "call_function" and base not in owners)
+        owners.add(base)
+        if mine:
+            return node
+        with program.graph.inserting_before(program.output):
+            new = program.graph.create_node("call_function", aten.clone.default, (node,))
+        program.info[new] = program.info[node].but(phase=Phase.UPDATE)
+        return new
+
+    for path, node in list(program.exit.items()):
+        new = own(node, program.entry.get(path))
+        if new is not node:
+            program.exit[path] = new
+            program.versions[new] = path
+            _rename(program, path, node)
+    for k, node in enumerate(program.results):
+        if program.is_tensor(node):
+            program.results[k] = own(node, None)
+    program.set_output()
+    return program
+
+
+def _rename(program: Program, path: str, node: fx.Node) -> None:
+    if program.versions.get(node) == path and program.slots[path].kind != SlotKind.GRADIENT:
+        del program.versions[node]

@@ -1,0 +1,194 @@
+"""propagate: give every value a spec, from the pinned ones, by factor rules.
+
+Before: placeholders have specs, some call nodes carry a pin (annotate). After: every tensor has a spec, the operands of every
+operator fit its rule exactly, and wherever a value changes its spec there is a `reshard` node whose own spec is the destination.
+
+One walk in program order decides, for each operator, how its factors are split (`choose`): a split that operands already
+have is kept, the larger operand wins a conflict, and nothing is moved where a local computation with a partial result exists.
+Slots rest in their storage spec; forward and backward read them in their compute spec, once per phase. A partial value is
+reduced once, where it is first needed whole; it stays partial only through a joint sum or a single linear use.
+A second walk, backwards, moves slices towards the producers (`sink`), so that nothing is computed whole to be cut up.
+
+Example (dp=2): ``mm(x: [8@dp, 4], w: [4@dp, 6])`` becomes ``reshard(w) -> [4, 6]``, ``mm(...) -> [8@dp, 6]``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import fx
+
+from shardc.options import Options
+from shardc.passes.factors import choose, required, result_specs, rule_of
+from shardc.passes.graphs import Rewriter, is_cast, is_getitem, is_op, kept, operands, reshard
+from shardc.passes.sink import sink
+from shardc.program import Phase, Program, SlotKind, Specs, TensorType, op_name
+from shardc.rules.rule import Rule
+from shardc.spec import ShardSpec
+
+
+def propagate(program: Program, options: Options) -> Program:
+    return sink(_Propagation(program, options.batch).run())
+
+
+class _Propagation(Rewriter):
+    def __init__(self, program: Program, batch: tuple[str, ...]) -> None:
+        super().__init__(program)
+        self.batch = batch
+        assert program.mesh is not None
+        self.mesh = program.mesh
+        self.kept = kept(program)
+        self.moved: dict[tuple[fx.Node, ShardSpec, Phase | None], fx.Node] = {}  # (value, spec, phase of a slot read)
+        self.settled: dict[fx.Node, fx.Node] = {}  # partial value -> its reduced form
+        self.resting: dict[fx.Node, ShardSpec] = {}  # value at rest in a storage spec -> spec of its forward/backward reads
+
+    def run(self) -> Program:
+        for node in self.old.nodes:
+            if node.op == "output":
+                break
+            if node.op == "placeholder":
+                self.copy(node)
+            elif is_getitem(node):
+                self.getitem(node)
+            elif is_op(node):
+                self.operator(node)
+            else:
+                self.number(node)
+            if self.old.is_tensor(node):
+                self.pin(node)
+        for node in self.old.results:
+            if self.old.is_tensor(node):
+                self.env[node] = self.returned(self.env[node], node)
+        return self.finish()
+
+    # -- one node ----------------------------------------------------------------------------------------------------
+
+    def getitem(self, node: fx.Node) -> None:
+        parent = node.args[0]
+        assert isinstance(parent, fx.Node) and isinstance(node.args[1], int)
+        new = self.copy(node)
+        specs = self.info[self.env[parent]].spec
+        assert isinstance(specs, tuple)
+        self.info[new] = self.info[new].but(spec=specs[node.args[1]], why=self.info[self.env[parent]].why)
+
+    def number(self, node: fx.Node) -> None:
+        """Arithmetic on numbers, or an operator that makes a number: tensor operands are needed whole."""
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: self.whole(self.env[n], node) if self.old.is_tensor(n) else self.env[n])
+        self.env[node] = self.call(node.target, args, kwargs, self.old.info[node], node.name)  # type: ignore[arg-type]
+
+    def operator(self, node: fx.Node) -> None:
+        info = self.old.info[node]
+        if info.type is None:
+            return self.number(node)
+        rule = rule_of(self.old, node)
+        values = [self.read(n, node) for n in operands(self.old, node)]
+        specs = [self.spec(v) for v in values]
+        partial = self.partials(node, rule, values)
+        split, reasons = choose(rule, specs, {a for a, _ in partial}, self.mesh)
+        wanted = [required(factors, rule, split, self.mesh) for factors in rule.operands]
+        ready: list[fx.Node] = []
+        for k, (value, spec) in enumerate(zip(values, wanted, strict=True)):
+            stays = [p for p in specs[k].partial if p in partial]
+            ready.append(self.move(value, spec.with_partial(stays), node, f"{op_name(node.target)} needs it so"))
+        feed = iter(ready)
+        args, kwargs = fx.node.map_arg(
+            (node.args, node.kwargs), lambda n: next(feed) if self.old.is_tensor(n) else self.env[n]
+        )
+        result = result_specs(rule, split, partial, self.mesh)
+        spec: Specs = result[0] if isinstance(info.type, TensorType) else tuple(result)
+        new = self.call(node.target, args, kwargs, info.but(spec=spec, why=reasons or "operands are whole"), node.name)  # type: ignore[arg-type]
+        self.env[node] = new
+        if is_cast(node) and values[0] in self.resting:  # it rests too, and is gathered after the cast, in fewer bytes
+            self.resting[new] = self.resting[values[0]]
+
+    def pin(self, node: fx.Node) -> None:
+        pin = self.old.info[node].spec
+        new = self.env[node]
+        if node.op != "placeholder" and isinstance(pin, ShardSpec):
+            self.env[node] = new = self.move(new, pin, node, self.old.info[node].why)
+        path = self.old.versions.get(node)
+        if path is not None:
+            slot = self.old.slots[path]
+            assert slot.storage is not None and slot.compute is not None
+            if slot.kind != SlotKind.GRADIENT and slot.storage != slot.compute:
+                self.resting[new] = slot.compute
+
+    # -- values ------------------------------------------------------------------------------------------------------
+
+    def spec(self, value: fx.Node) -> ShardSpec:
+        spec = self.info[value].spec
+        assert isinstance(spec, ShardSpec)
+        return spec
+
+    def read(self, old: fx.Node, user: fx.Node) -> fx.Node:
+        """The form of a value that `user` sees: slots at rest are gathered for forward and backward, once for each."""
+        value = self.env[old]
+        value = self.settled.get(value, value)
+        phase = self.old.info[user].phase
+        if value not in self.resting or phase == Phase.UPDATE:
+            return value
+        if is_cast(user) and self._narrows(user):
+            return value
+        return self.move(value, self.resting[value], user, f"{phase} reads the compute spec", phase)
+
+    def _narrows(self, cast: fx.Node) -> bool:
+        (source,) = operands(self.old, cast)
+        return self.old.type(cast).dtype.itemsize <= self.old.type(source).dtype.itemsize
+
+    def move(self, value: fx.Node, spec: ShardSpec, user: fx.Node, why: str, phase: Phase | None = None) -> fx.Node:
+        """`value` in `spec`: itself, an earlier reshard of it, or a new one."""
+        spec = spec.canonical(self.mesh)
+        if self.spec(value) == spec:
+            return value
+        if self.spec(value).partial and value in self.settled:
+            return self.move(self.settled[value], spec, user, why, phase)
+        key = (value, spec, phase)
+        if key not in self.moved:
+            old = self.old.info[user]
+            info = self.info[value].but(spec=spec, why=why, phase=old.phase)
+            if value.op == "placeholder":
+                info = info.but(line=old.line)
+            self.moved[key] = self.call(reshard, (value,), {}, info)
+            if self.spec(value).partial:
+                self.settled[value] = self.moved[key]
+        return self.moved[key]
+
+    def whole(self, value: fx.Node, user: fx.Node) -> fx.Node:
+        """`value` on every rank."""
+        return self.move(value, ShardSpec.replicated(self.spec(value).shape), user, f"{op_name(user.target)} needs it whole")
+
+    def returned(self, value: fx.Node, old: fx.Node) -> fx.Node:
+        """A result of the step: whole, but for a dim 0 that is the batch."""
+        value = self.settled.get(value, value)
+        spec = ShardSpec.replicated(self.spec(value).shape)
+        first = self.spec(value).dims[:1]
+        if first and first[0][0].axes == self.batch and not any(f.axes for f in first[0][1:]):
+            spec = spec.with_dim(0, first[0])
+        return self.move(value, spec, old, "returned")
+
+    # -- partial values ----------------------------------------------------------------------------------------------
+
+    def partials(self, node: fx.Node, rule: Rule, values: Sequence[fx.Node]) -> set[tuple[str, str]]:
+        """The pending reductions that may pass through `node` unreduced."""
+        out = set()
+        specs = [self.spec(v) for v in values]
+        olds = operands(self.old, node)
+        for axis, op in {p for s in specs for p in s.partial}:
+            held = frozenset(k for k, s in enumerate(specs) if s.reduction(axis) == op)
+            legal = (op == "sum" and held in rule.linear) or (rule.any_partial and held == {0})
+            clash = any(axis in s.axes or s.reduction(axis) not in (None, op) for s in specs)
+            if legal and not clash and self._may_wait(node, [olds[k] for k in held]):
+                out.add((axis, op))
+        return out
+
+    def _may_wait(self, node: fx.Node, held: Sequence[fx.Node]) -> bool:
+        """Delaying a reduction must not make it larger or more frequent."""
+        if any(len(n.users) != 1 or n in self.kept for n in held):
+            return False
+        if any(isinstance(self.old.info[n].spec, ShardSpec) for n in held):  # pinned: it is reduced where it stands
+            return False
+        kinds = self.old.info[node].type
+        results = [t for t in (kinds if isinstance(kinds, tuple) else (kinds,)) if t is not None]
+        if is_cast(node) and self.old.info[node].phase == Phase.BACKWARD:
+            return True  # a gradient is reduced in the wider type
+        return sum(t.nbytes for t in results) <= max(self.old.type(n).nbytes for n in held)

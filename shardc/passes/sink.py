@@ -1,0 +1,104 @@
+"""sink: move slices towards the producers.
+
+Before: a value may be computed whole on every rank although all its uses take the same slice of it. After: such a value is
+computed in that slice, and so on through its operands, as long as no collective is added.
+
+Example (dp=2): ``rand([8, 4]) -> [8, 4]; reshard -> [8@dp, 4]`` becomes ``rand([8, 4]) -> [8@dp, 4]``.
+"""
+
+from __future__ import annotations
+
+from torch import fx
+
+from shardc.passes.factors import is_free, required, result_specs, rule_of
+from shardc.passes.graphs import is_op, kept, operands, reshard
+from shardc.program import Program
+from shardc.rules.rule import WHOLE, Rule
+from shardc.spec import Dim, ShardSpec, dim_axes, split_dim
+
+
+def sink(program: Program) -> Program:
+    """Works on the program in place (it is propagate's own)."""
+    keep = kept(program)
+    for node in reversed(program.nodes):
+        if is_op(node) and node not in keep and node not in program.versions and program.is_tensor(node):
+            spec = _common_slice(program, node)
+            if spec is not None:
+                _respec(program, node, spec)
+    return program
+
+
+def _common_slice(program: Program, node: fx.Node) -> ShardSpec | None:
+    mesh = program.mesh
+    assert mesh is not None
+    users = list(node.users)
+    if not users or any(u.target is not reshard for u in users):
+        return None
+    specs = {program.spec(u) for u in users}
+    if len(specs) != 1:
+        return None
+    (spec,) = specs
+    return spec if is_free(program.spec(node), spec, mesh) else None
+
+
+def _respec(program: Program, node: fx.Node, spec: ShardSpec) -> None:
+    mesh = program.mesh
+    assert mesh is not None
+    rule = rule_of(program, node)
+    split = _split_of_result(rule, spec, program)
+    if split is None or result_specs(rule, split, set(), mesh) != [spec]:
+        return
+    values = operands(program, node)
+    wanted = [required(f, rule, split, mesh) for f in rule.operands]
+    if not all(is_free(program.spec(v), w, mesh) for v, w in zip(values, wanted, strict=True)):
+        return
+    fresh: dict[tuple[fx.Node, ShardSpec], fx.Node] = {}
+    feed = []
+    for value, want in zip(values, wanted, strict=True):
+        if program.spec(value) == want:
+            feed.append(value)
+            continue
+        if (value, want) not in fresh:
+            with program.graph.inserting_before(node):
+                new = program.graph.create_node("call_function", reshard, (value,))
+            program.info[new] = program.info[value].but(spec=want, why=f"{node.name} is needed in this slice")
+            fresh[value, want] = new
+        feed.append(fresh[value, want])
+    it = iter(feed)
+    swap = lambda n: next(it) if program.is_tensor(n) else n  # noqa: E731
+    node.args, node.kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), swap)
+    program.info[node] = program.info[node].but(spec=spec, why="all uses take this slice")
+    for user in list(node.users):
+        if user.target is reshard:
+            if user in program.versions:
+                program.versions[node] = program.versions.pop(user)
+            _replace(program, user, node)
+
+
+def _split_of_result(rule: Rule, spec: ShardSpec, program: Program) -> dict[str, Dim] | None:
+    factors = rule.results[0]
+    assert factors is not None and program.mesh is not None
+    split: dict[str, Dim] = {}
+    for dim, names in zip(spec.dims, factors, strict=True):
+        if not dim_axes(dim):
+            continue
+        parts = split_dim(dim, [rule.sizes[f] for f in names], program.mesh) if names else None
+        if parts is None:
+            return None
+        for name, part in zip(names, parts, strict=True):
+            if dim_axes(part):
+                if rule.kind(name) == WHOLE:
+                    return None
+                split[name] = part
+    return split
+
+
+def _replace(program: Program, old: fx.Node, new: fx.Node) -> None:
+    old.replace_all_uses_with(new)
+    for table in (program.exit, program.number_exit):
+        for key, node in table.items():
+            if node is old:
+                table[key] = new
+    program.results[:] = [new if n is old else n for n in program.results]
+    program.info.pop(old)
+    program.graph.erase_node(old)

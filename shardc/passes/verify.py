@@ -1,0 +1,86 @@
+"""What holds between passes. A violation is a bug of shardc, found at the pass that made it."""
+
+from __future__ import annotations
+
+from torch import fx
+
+from shardc.errors import VerifyError
+from shardc.passes.factors import choose, required, result_specs, rule_of
+from shardc.passes.graphs import STEPS, is_op, operands, reshard
+from shardc.program import Program
+from shardc.reshard import Step
+from shardc.spec import ShardSpec
+
+
+def verify(program: Program, stage: str) -> None:
+    """Check a program after the pass `stage`.
+
+    Raises:
+        VerifyError: naming the pass, the node and what is wrong.
+    """
+    try:
+        program.graph.lint()
+    except RuntimeError as e:
+        raise VerifyError(f"after {stage}: the graph is malformed: {e}") from e
+    split = stage in ("propagate", "partition", "schedule")
+    for node in program.graph.nodes:
+        if node.op == "output":
+            continue
+        if node not in program.info:
+            raise VerifyError(f"after {stage}: %{node.name} is in no table")
+        if node.op == "placeholder":
+            if split:
+                _need(program, node, stage, isinstance(program.info[node].spec, ShardSpec) or program.info[node].type is None, "has no spec")
+            continue
+        if is_op(node) and split and program.info[node].type is not None:
+            _operator(program, node, stage)
+        if node.target in STEPS:
+            _step(program, node, stage)
+        if stage in ("partition", "schedule"):
+            _need(program, node, stage, node.target is not reshard, "is a reshard that was not lowered")
+    for path, slot in program.slots.items():
+        end = program.exit.get(path)
+        if split and end is not None and slot.storage is not None and not program.spec(end).same(slot.storage, program.mesh):  # type: ignore[arg-type]
+            raise VerifyError(f"after {stage}: slot {path} rests in {slot.storage}, its final value %{end.name} lies in {program.spec(end)}")
+
+
+def _need(program: Program, node: fx.Node, stage: str, ok: bool, what: str) -> None:
+    if not ok:
+        raise VerifyError(f"after {stage}: %{node.name} {what}\n  {program.line_of(node)}", where=program.info[node].where)
+
+
+def _step(program: Program, node: fx.Node, stage: str) -> None:
+    step = node.args[1]
+    source = node.args[0]
+    ok = isinstance(step, Step) and isinstance(source, fx.Node)
+    _need(program, node, stage, ok, "is a step without a Step")
+    assert isinstance(step, Step) and isinstance(source, fx.Node)
+    _need(program, node, stage, program.spec(source) == step.src and program.spec(node) == step.dst, f"does not fit its step {step}")
+
+
+def _operator(program: Program, node: fx.Node, stage: str) -> None:
+    """Operands lie as the rule wants for one split of its factors, and the results as it then gives."""
+    mesh = program.mesh
+    assert mesh is not None
+    if stage != "propagate":
+        return  # size arguments are local now; specs were checked after propagate and are not changed since
+    rule = rule_of(program, node)
+    specs = [program.spec(n) for n in operands(program, node)]
+    partial = {p for s in specs for p in s.partial}
+    for axis, op in partial:
+        held = frozenset(k for k, s in enumerate(specs) if s.reduction(axis) == op)
+        legal = (op == "sum" and held in rule.linear) or (rule.any_partial and held == {0})
+        _need(program, node, stage, legal, f"lets a partial {op} over {axis} of operands {sorted(held)} through, its rule {rule} does not")
+    split, _ = choose(rule, specs, {a for a, _ in partial}, mesh)
+    results = program.info[node].spec
+    got = results if isinstance(results, tuple) else (results,)
+    if not split and not all(s is None or s.is_replicated for s in got):
+        return  # a creation operator that was moved into a slice (sink checked it against the rule)
+    for spec, factors in zip(specs, rule.operands, strict=True):
+        want = required(factors, rule, split, mesh)
+        _need(program, node, stage, spec.with_partial(()) == want, f"has an operand in {spec}, its rule {rule} wants {want}")
+    want_results = result_specs(rule, split, partial, mesh)
+    same = all(a == b for a, b in zip(got, want_results, strict=True)) or not any(s.axes for s in specs)
+    _need(program, node, stage, same, f"has results in {[str(s) for s in got]}, its rule {rule} gives {[str(s) for s in want_results]}")
+
+
