@@ -6,13 +6,14 @@ A `Step` changes one mesh axis. It carries both specs, so whoever executes it kn
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 
 from shardc.errors import SpecError
 from shardc.mesh import Mesh
-from shardc.spec import Dim, Factor, ShardSpec, dim_axes, split_dim
+from shardc.spec import Dim, Factor, ShardSpec, dim_axes, dim_size, finest_dim
 
 KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "slice")
 
@@ -24,7 +25,7 @@ class Step:
     - all_gather: `axis` splits a dim of `src` and no dim of `dst`;
     - reduce_scatter: `src` is partial over `axis`, which splits a dim of `dst`;
     - all_reduce: `src` is partial over `axis`, `dst` is whole;
-    - all_to_all: `axis` splits one dim of `src` and another of `dst`;
+    - all_to_all: `axis` splits one factor of `src` and another of `dst` (as a rule of two dims);
     - slice: `src` is whole over `axis`, which splits a dim of `dst`; nothing is sent.
     """
 
@@ -62,8 +63,9 @@ STEP_OPS = {kind: _step_op(kind) for kind in KINDS}
 def reshard(src: ShardSpec, dst: ShardSpec, mesh: Mesh) -> list[Step]:
     """The steps from `src` to `dst`; empty where every rank already holds its part.
 
-    Partial axes are scattered where `dst` splits a dim over them (before other reductions, so that less is reduced),
-    else all-reduced. Moves from one dim to another are all-to-alls where the axis is the innermost on both.
+    In this order, whatever applies first: slices (free, and all that follows works on less), scattering a partial value
+    into place, moving an axis into place by an all-to-all, reducing what stays whole, gathering one axis. An axis is cut
+    into the innermost place of a factor and taken from there, so that the parts stay those of a spec.
 
     Raises:
         SpecError: different shapes, or `dst` is partial where `src` is not.
@@ -73,86 +75,157 @@ def reshard(src: ShardSpec, dst: ShardSpec, mesh: Mesh) -> list[Step]:
         return []
     if src.shape != dst.shape:
         raise SpecError(f"cannot reshard {src} to {dst}: shapes {list(src.shape)} and {list(dst.shape)} differ")
-    extra = set(dst.partial) - set(src.partial)
+    extra = [f"{op}@{axis}" for axis, op in dst.partial if (axis, op) not in src.partial]
     if extra:
-        raise SpecError(f"cannot reshard {src} to {dst}: a whole value does not become partial")
-    steps: list[Step] = []
-    pairs = [_align(s, d, mesh) for s, d in zip(src.dims, dst.dims, strict=True)]
-    for k, pair in enumerate(pairs):
-        if pair is None:  # no common cut: gather this dim alone
-            whole = src.with_dim(k, (Factor(src.shape[k]),))
-            for axis in reversed(dim_axes(src.dims[k])):
-                dim = tuple(Factor(f.size, tuple(a for a in f.axes if a != axis)) for f in src.dims[k])
-                steps.append(Step("all_gather", axis, src, src.with_dim(k, dim).canonical(mesh)))
-                src = steps[-1].dst
-            return steps + reshard(whole.canonical(mesh), dst, mesh)
-    now = ShardSpec(tuple(p[0] for p in pairs if p), src.partial)
-    goal = ShardSpec(tuple(p[1] for p in pairs if p), dst.partial)
-
-    def go(kind: str, axis: str, new: ShardSpec, op: str = "sum") -> None:
-        nonlocal now
-        steps.append(Step(kind, axis, now.canonical(mesh), new.canonical(mesh), op))
-        now = new
-
-    # 1. what has to be scattered or moved straight into place, as long as it fits
-    progress = True
-    while progress:
-        progress = False
-        for k, j, axis in _missing(now, goal):
-            op = now.reduction(axis)
-            if op is not None and goal.reduction(axis) is None:
-                go("reduce_scatter", axis, _push(now.with_partial(p for p in now.partial if p[0] != axis), k, j, axis), op)
-                progress = True
-                break
-            home = _innermost(now, axis)
-            if op is None and home is not None and home != (k, j) and not _wanted(now, goal, home, axis):
-                go("all_to_all", axis, _push(_pop(now, *home), k, j, axis))
-                progress = True
-                break
-            if op is None and home is None and axis not in now.axes:
-                go("slice", axis, _push(now, k, j, axis))
-                progress = True
-                break
-    # 2. pending reductions that stay whole
-    for axis, op in [p for p in now.partial if p not in goal.partial]:
-        if axis not in goal.axes:
-            go("all_reduce", axis, now.with_partial(p for p in now.partial if p[0] != axis), op)
-    # 3. gather what is split otherwise than wanted, innermost axis first, and slice into place
-    for k, dim in enumerate(now.dims):
-        for j in reversed(range(len(dim))):
-            keep = _common(now.dims[k][j].axes, goal.dims[k][j].axes)
-            while len(now.dims[k][j].axes) > keep:
-                go("all_gather", now.dims[k][j].axes[-1], _pop(now, k, j))
-    while todo := _missing(now, goal):
-        k, j, axis = todo[0]
-        op = now.reduction(axis)
-        rest = now.with_partial(p for p in now.partial if p[0] != axis)
-        go("slice" if op is None else "reduce_scatter", axis, _push(rest, k, j, axis), op or "sum")
-    return steps
+        raise SpecError(
+            f"cannot reshard {src} to {dst}: the source has no pending {', '.join(extra)}",
+            hint="a whole value does not become partial, and one reduction not another",
+        )
+    memo = mesh.memo.setdefault("reshard", {})
+    if (src, dst) not in memo:
+        memo[src, dst] = _Resharding(src, dst, mesh).steps
+    return list(memo[src, dst])
 
 
-def _align(dim: Dim, other: Dim, mesh: Mesh) -> tuple[Dim, Dim] | None:
-    """Both dims cut at the borders of both, so that their factors have the same sizes; None where parts do not allow it."""
-    if [f.size for f in dim] == [f.size for f in other]:
-        return dim, other
-    borders = sorted({b for d in (dim, other) for b in _borders(d)}, reverse=True)
-    outer = [math.prod(f.size for f in dim), *borders]
-    if any(b == 0 or a % b for a, b in zip(outer, [*borders, 1], strict=True)):
-        return None
-    sizes = [a // b for a, b in zip(outer, [*borders, 1], strict=True)]
-    cuts = [split_dim(d, sizes, mesh) for d in (dim, other)]
-    if any(cut is None or any(len(part) > 1 for part in cut) for cut in cuts):
-        return None
-    first, second = (tuple(part[0] for part in cut) for cut in cuts if cut is not None)
-    return first, second
+class _Resharding:
+    """Works through the moves from `now` to `goal`, whose dims have factors of the same sizes.
+
+    Dims that cannot be cut alike go through `stay`: the stretches in question whole, all else as wanted already.
+    """
+
+    def __init__(self, src: ShardSpec, dst: ShardSpec, mesh: Mesh) -> None:
+        self.mesh, self.steps = mesh, list[Step]()
+        pairs = [_align(s, d, mesh) for s, d in zip(src.dims, dst.dims, strict=True)]
+        self.now = ShardSpec(tuple(p.now for p in pairs), src.partial)
+        late = {axis for p in pairs for axis in p.late}
+        keep = [p for p in src.partial if p in dst.partial or p[0] in late]
+        self.goal = ShardSpec(tuple(p.goal for p in pairs), tuple(keep))
+        while self._slice() or self._scatter() or self._move() or self._reduce() or self._gather():
+            pass
+        if late or self.now.canonical(mesh) != dst:
+            stay = self.now.canonical(mesh)
+            assert stay != src, f"reshard {src} -> {dst} makes no progress"
+            self.steps += reshard(stay, dst, mesh)
+
+    def _go(self, kind: str, axis: str, new: ShardSpec, op: str = "sum") -> bool:
+        src, dst = self.now.canonical(self.mesh), new.canonical(self.mesh)
+        if src != dst:
+            self.steps.append(Step(kind, axis, src, dst, op))
+        self.now = new
+        return True
+
+    def _slice(self) -> bool:
+        for k, j, axis in self._missing():
+            if axis not in self.now.axes and axis not in self.now.partial_axes:
+                return self._go("slice", axis, _push(self.now, k, j, axis))
+        return False
+
+    def _scatter(self) -> bool:
+        for k, j, axis in self._missing():
+            op = self.now.reduction(axis)
+            if op is not None:
+                return self._go("reduce_scatter", axis, _push(_reduced(self.now, axis), k, j, axis), op)
+        return False
+
+    def _move(self) -> bool:
+        for k, j, axis in self._missing():
+            home = _innermost(self.now, axis)
+            if home is not None:
+                return self._go("all_to_all", axis, _push(_pop(self.now, *home), k, j, axis))
+        return False
+
+    def _reduce(self) -> bool:
+        for axis, op in self.now.partial:
+            if axis not in self.goal.partial_axes and axis not in self.goal.axes:
+                return self._go("all_reduce", axis, _reduced(self.now, axis), op)
+        return False
+
+    def _gather(self) -> bool:
+        """Gather an innermost axis that is not where it should be; first one that splits nothing in the end, then small ones."""
+        found: list[tuple[bool, int, int, int]] = []
+        for k, j, f, g in self._factors():
+            if len(f.axes) > _common(f.axes, g.axes):
+                found.append((f.axes[-1] in self.goal.axes, self.mesh.axes[f.axes[-1]], k, j))
+        if not found:
+            return False
+        *_, k, j = min(found)
+        return self._go("all_gather", self.now.dims[k][j].axes[-1], _pop(self.now, k, j))
+
+    def _factors(self) -> Iterator[tuple[int, int, Factor, Factor]]:
+        for k, (dim, want) in enumerate(zip(self.now.dims, self.goal.dims, strict=True)):
+            for j, (f, g) in enumerate(zip(dim, want, strict=True)):
+                yield k, j, f, g
+
+    def _missing(self) -> Iterator[tuple[int, int, str]]:
+        """(dim, factor, axis): the next axis that each factor lacks, where what it has is a prefix of what is wanted."""
+        for k, j, f, g in self._factors():
+            if len(g.axes) > len(f.axes) == _common(f.axes, g.axes):
+                yield k, j, g.axes[len(f.axes)]
 
 
-def _borders(dim: Dim) -> list[int]:
-    out, inner = [], 1
-    for f in reversed(dim[1:]):
-        inner *= f.size
-        out.append(inner)
-    return out
+@dataclass(frozen=True)
+class _Aligned:
+    """Two dims as factors of the same sizes; `late` are axes that the second dim has where no common cut exists."""
+
+    now: Dim
+    goal: Dim
+    late: tuple[str, ...] = ()
+
+
+def _align(dim: Dim, other: Dim, mesh: Mesh) -> _Aligned:
+    """Both dims cut at the common borders of their finest factors.
+
+    A stretch between two common borders that is one factor in both is a pair; so is one that can be written as one factor
+    (``6@x`` and ``6@(x,y)``, whose finest forms cross). In any other the axes of the first dim are to be gathered, and
+    those of the second come later, from whole elements: its goal is the first dim without axes.
+    """
+    now: list[Factor] = []
+    goal: list[Factor] = []
+    late: list[str] = []
+    for a, b in _stretches(list(finest_dim(dim, mesh)), list(finest_dim(other, mesh))):
+        one, two = _joined(a, mesh), _joined(b, mesh)
+        if one is not None and two is not None:
+            now.append(one)
+            goal.append(two)
+        else:
+            now += a
+            goal += [Factor(f.size) for f in a]
+            late += dim_axes(b)
+    return _Aligned(tuple(now), tuple(goal), tuple(late))
+
+
+def _stretches(a: list[Factor], b: list[Factor]) -> Iterator[tuple[Dim, Dim]]:
+    """Cut two lists of factors of the same product at their common borders; whole factors are cut where that makes one."""
+    while a or b:
+        for mine, others in ((a, b), (b, a)):
+            if mine and mine[0].size == 1 and not (others and others[0].size == 1):
+                others.insert(0, Factor(1))
+        if a[0].size == 0 or b[0].size == 0:
+            yield tuple(a), tuple(b)
+            return
+        parts: tuple[list[Factor], list[Factor]] = ([a.pop(0)], [b.pop(0)])
+        sizes = [parts[0][0].size, parts[1][0].size]
+        while sizes[0] != sizes[1]:
+            k = 0 if sizes[0] < sizes[1] else 1  # the shorter one takes its next factor, unless the longer can be cut
+            last = parts[1 - k][-1]
+            inner = sizes[1 - k] // sizes[k]
+            if not last.axes and sizes[1 - k] % sizes[k] == 0 and last.size % inner == 0 and last.size > inner:
+                parts[1 - k][-1] = Factor(last.size // inner)
+                (b if k == 0 else a).insert(0, Factor(inner))
+                sizes[1 - k] = sizes[k]
+                continue
+            f = (a, b)[k].pop(0)
+            parts[k].append(f)
+            sizes[k] *= f.size
+        yield tuple(parts[0]), tuple(parts[1])
+
+
+def _joined(dim: Dim, mesh: Mesh) -> Factor | None:
+    """The single factor with the index sets of `dim`, if there is one."""
+    if len(dim) == 1:
+        return dim[0]
+    one = Factor(dim_size(dim), dim_axes(dim))
+    return one if finest_dim((one,), mesh) == finest_dim(dim, mesh) else None
 
 
 def _common(a: tuple[str, ...], b: tuple[str, ...]) -> int:
@@ -160,17 +233,6 @@ def _common(a: tuple[str, ...], b: tuple[str, ...]) -> int:
     while n < min(len(a), len(b)) and a[n] == b[n]:
         n += 1
     return n
-
-
-def _missing(now: ShardSpec, goal: ShardSpec) -> list[tuple[int, int, str]]:
-    """(dim, factor, axis): the next axis that each factor lacks, where what it has is a prefix of what is wanted."""
-    out = []
-    for k, (d, g) in enumerate(zip(now.dims, goal.dims, strict=True)):
-        for j, (f, want) in enumerate(zip(d, g, strict=True)):
-            n = len(f.axes)
-            if want.axes[:n] == f.axes and len(want.axes) > n:
-                out.append((k, j, want.axes[n]))
-    return out
 
 
 def _innermost(spec: ShardSpec, axis: str) -> tuple[int, int] | None:
@@ -181,9 +243,8 @@ def _innermost(spec: ShardSpec, axis: str) -> tuple[int, int] | None:
     return None
 
 
-def _wanted(now: ShardSpec, goal: ShardSpec, home: tuple[int, int], axis: str) -> bool:
-    k, j = home
-    return axis in goal.dims[k][j].axes and _common(now.dims[k][j].axes, goal.dims[k][j].axes) == len(now.dims[k][j].axes)
+def _reduced(spec: ShardSpec, axis: str) -> ShardSpec:
+    return spec.with_partial(p for p in spec.partial if p[0] != axis)
 
 
 def _edit(spec: ShardSpec, k: int, j: int, axes: tuple[str, ...]) -> ShardSpec:

@@ -357,7 +357,7 @@ class P(tuple[object, ...]):
         entries = [*self, *([None] * (len(shape) - len(self)))]
         dims = []
         for n, e in zip(shape, entries, strict=True):
-            names: tuple[str, ...] = () if e is None else (e,) if isinstance(e, str) else tuple(e)  # type: ignore[arg-type]
+            names: tuple[str, ...] = () if e is None else (e,) if isinstance(e, str) else tuple(e)
             for a in names:
                 mesh.index(a)
             dims.append((Factor(int(n), names),))
