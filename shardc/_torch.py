@@ -114,3 +114,47 @@ def default_store() -> torch.distributed.Store:
     store = lookup("torch.distributed.distributed_c10d", "_get_default_store")()
     assert isinstance(store, torch.distributed.Store)
     return store
+
+
+# -- capture -----------------------------------------------------------------------------------------------------------
+
+_current_graph_task_id: Callable[[], int] = lookup("torch._C", "_current_graph_task_id")
+_current_autograd_node: Callable[[], Any] = lookup("torch._C", "_current_autograd_node")
+sequence_number: Callable[[], int] = lookup("torch.autograd", "_get_sequence_nr")
+
+
+def in_backward() -> bool:
+    """Whether the autograd engine is running on this thread."""
+    return _current_graph_task_id() != -1
+
+
+def backward_sequence_number() -> int | None:
+    """Sequence number of the autograd node whose backward runs; None outside of one."""
+    node = _current_autograd_node()
+    return None if node is None else int(node._sequence_nr())
+
+
+def is_random(op: Any) -> bool:
+    """Whether an operator draws random numbers."""
+    return torch.Tag.nondeterministic_seeded in op.tags
+
+
+def functional(x: Tensor) -> FunctionalTensor:
+    """`x` (fake) as a functionalised tensor; inside a `FunctionalTensorMode` only."""
+    return FunctionalTensor.to_functional(x)
+
+
+def current_value(x: FunctionalTensor) -> Tensor:
+    """The (fake) tensor that is a functionalised tensor's value now."""
+    torch._sync(x)
+    return torch._from_functional_tensor(x.elem)
+
+
+def storage_key(x: Tensor) -> int:
+    """Equal for tensors that share one storage."""
+    return int(x.untyped_storage()._cdata)
+
+
+def is_traced(x: Tensor) -> bool:
+    """Whether `x` is a value of a step that is being captured."""
+    return isinstance(x, FunctionalTensor)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from shardc._torch import may_alias
 from shardc.program import Info, Program, TensorType
 from shardc.reshard import STEP_OPS
 
@@ -52,10 +53,7 @@ def is_view(node: fx.Node) -> bool:
     """Whether the result may share storage with the first operand."""
     if not is_op(node):
         return node.target in STEPS and getattr(node.target, "__name__", "") == "slice"
-    if node.target is torch.ops.aten._unsafe_view.default:
-        return True
-    returns = node.target._schema.returns  # type: ignore[union-attr]
-    return any(r.alias_info is not None for r in returns)
+    return may_alias(node.target)  # type: ignore[arg-type]
 
 
 def is_cast(node: fx.Node) -> bool:
