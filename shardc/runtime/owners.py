@@ -1,0 +1,240 @@
+"""Where the user's objects hold a tensor, and who else holds it.
+
+A tensor cannot be turned into a DTensor where it is: it is replaced, in every place that the arguments reach, and a
+reference that they do not reach would silently go on with the old one. So those are looked for and refused by name.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import sys
+import types
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardc.errors import StateError
+
+Put = Callable[[Any], None]
+
+_ATOMS = (str, bytes, int, float, complex, bool, type(None), type, types.ModuleType, torch.dtype, torch.device, torch.Size)
+
+
+@dataclass
+class Places:
+    """Args:
+    put: id of a wanted tensor -> functions that each replace it in one place.
+    known: ids of the objects that were walked, and of their attribute dicts.
+    modules: the modules among them.
+    """
+
+    put: dict[int, list[Put]] = field(default_factory=dict)
+    known: set[int] = field(default_factory=set)
+    modules: list[nn.Module] = field(default_factory=list)
+
+
+def places(owners: Iterable[object], wanted: Iterable[Tensor]) -> Places:
+    """Every place in which `owners` (modules, optimizers, containers, any object with attributes) hold a wanted tensor:
+    attributes, dict values and keys (`optimizer.state`), lists, sets, tuples, closures of functions."""
+    ids, out = {id(t) for t in wanted}, Places()
+    keep: list[object] = []  # temporary objects must outlive the walk, or their ids come again
+    todo: list[tuple[object, Put]] = [(owner, _refuse) for owner in owners]
+    while todo:
+        value, put = todo.pop()
+        if isinstance(value, Tensor):
+            if id(value) in ids:
+                if id(value) not in out.put:  # hooks may hold parameters too, in closures
+                    hooks = (getattr(value, "_backward_hooks", None), getattr(value, "_post_accumulate_grad_hooks", None))
+                    todo.extend((x, _refuse) for x in (*hooks, value.__dict__) if x)
+                out.put.setdefault(id(value), []).append(put)
+            continue
+        if isinstance(value, _ATOMS) or id(value) in out.known and not isinstance(value, tuple):
+            continue
+        out.known.add(id(value))
+        keep.append(value)
+        if isinstance(value, nn.Module):
+            out.modules.append(value)
+        if isinstance(value, dict):
+            for key in list(value):
+                if isinstance(key, Tensor) and id(key) in ids:
+                    out.put.setdefault(id(key), []).append(functools.partial(_rekey, value, key))
+                todo.append((value[key], functools.partial(_set_by_old_key, value, key)))
+        elif isinstance(value, list):
+            todo.extend((x, functools.partial(value.__setitem__, k)) for k, x in enumerate(value))
+        elif isinstance(value, tuple):
+            box = _Box(value, put)
+            todo.extend((x, functools.partial(box.set, k)) for k, x in enumerate(value))
+        elif isinstance(value, set):
+            todo.extend((x, functools.partial(_swap_in_set, value, x)) for x in list(value))
+        else:
+            for name, x in _attributes(value, out.known, keep):
+                todo.append((x, functools.partial(_set_attribute, value, name)))
+    return out
+
+
+def _attributes(value: object, known: set[int], keep: list[object]) -> list[tuple[str, object]]:
+    if isinstance(value, types.MethodType):
+        return [("__self__", value.__self__), ("__func__", value.__func__)]
+    if isinstance(value, types.FunctionType):
+        return [("", cell) for cell in value.__closure__ or ()] + [("__defaults__", value.__defaults__ or ())]
+    if isinstance(value, types.CellType):
+        try:
+            return [("cell_contents", value.cell_contents)]
+        except ValueError:  # a variable that is not set yet
+            return []
+    if isinstance(value, functools.partial):
+        return [("", value.func), ("", value.args), ("", value.keywords)]
+    own = getattr(value, "__dict__", None)
+    found: list[tuple[str, object]] = []
+    if isinstance(own, dict):
+        known.add(id(own))
+        keep.append(own)
+        found = list(own.items())
+    for cls in type(value).__mro__:
+        slots = cls.__dict__.get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            member = cls.__dict__.get(name)
+            if isinstance(member, types.MemberDescriptorType):
+                try:
+                    found.append((name, member.__get__(value)))
+                except AttributeError:
+                    continue
+    return found
+
+
+class _Box:
+    """A tuple that is rebuilt in its own place as its elements change."""
+
+    def __init__(self, value: tuple[Any, ...], put: Put) -> None:
+        self.value, self.put = value, put
+
+    def set(self, k: int, new: Any) -> None:
+        items = [*self.value[:k], new, *self.value[k + 1 :]]
+        kind = type(self.value)
+        self.value = kind(*items) if hasattr(kind, "_fields") else kind(items)
+        self.put(self.value)
+
+
+def _refuse(new: Any) -> None:
+    raise StateError("a tuple or tensor that is itself an argument cannot be replaced where the caller holds it",
+                     hint="pass state in a list, a dict, or an object")  # fmt: skip
+
+
+def _set_attribute(owner: object, name: str, new: Any) -> None:
+    own = getattr(owner, "__dict__", None)
+    if isinstance(own, dict) and name in own:
+        own[name] = new  # past __setattr__ of modules, which would move it to another table
+    elif name:
+        object.__setattr__(owner, name, new)
+    else:
+        _refuse(new)
+
+
+def _rekey(table: dict[Any, Any], old: Tensor, new: Tensor) -> None:
+    """`new` takes the place of `old` as a key; the order stays."""
+    items = [(new if key is old else key, value) for key, value in table.items()]
+    table.clear()
+    table.update(items)
+
+
+def _set_by_old_key(table: dict[Any, Any], key: Any, new: Any) -> None:
+    if key not in table:  # the key was a tensor and has been replaced: its value was a container, replaced in place
+        raise StateError("a tensor is both key and value of one dict", hint="keep state tensors out of dict keys")
+    table[key] = new
+
+
+def _swap_in_set(values: set[Any], old: Any, new: Any) -> None:
+    values.discard(old)
+    values.add(new)
+
+
+# -- who else ----------------------------------------------------------------------------------------------------------
+
+
+def strangers(named: Mapping[str, Tensor], known: set[int]) -> dict[str, str]:
+    """Path of a tensor -> words for a live reference to it from outside the arguments.
+
+    Looks at local variables of the calling functions, and asks the garbage collector; what has no name a user would know
+    (an iterator's leftovers, the library's own frames) is passed over. One scan of the heap, a few more where one is found.
+    """
+    paths = {id(t): path for path, t in named.items()}
+    out: dict[str, str] = {}
+    frame = sys._getframe(1)
+    here: set[int] = set()
+    while frame is not None:
+        module = str(frame.f_globals.get("__name__", ""))
+        if not _internal(module):
+            for name, value in list(frame.f_locals.items()):
+                for path in _direct(value, paths, known):
+                    where = f"{frame.f_code.co_filename.rsplit('/', 1)[-1]}:{frame.f_lineno}"
+                    kind = "" if isinstance(value, Tensor) else f", a {type(value).__name__},"
+                    scope = "global" if frame.f_locals is frame.f_globals else f"local variable of {frame.f_code.co_name}()"
+                    out.setdefault(path, f"'{name}'{kind} ({scope}, {where})")
+        here.add(id(frame))
+        here.add(id(frame.f_locals))
+        frame = frame.f_back  # type: ignore[assignment]
+    tensors = list(named.values())
+    skip = known | here | {id(tensors), id(named), id(paths), id(out)}
+    for holder in _referrers(tensors, skip):
+        held = _direct(holder, paths, set()) or _direct(getattr(holder, "__dict__", None), paths, set())
+        path = held[0] if held else next(iter(named))
+        if path in out:
+            continue
+        words = _name(holder, skip, {id(t) for t in tensors}, depth=4)
+        if words:
+            out[path] = words
+    return out
+
+
+def _internal(module: str) -> bool:
+    return module.split(".")[0] in {"shardc", "torch", "importlib", "functools", "contextlib"}
+
+
+def _direct(value: object, paths: Mapping[int, str], known: set[int]) -> list[str]:
+    """Paths of the tensors that `value` is, or holds at its first level."""
+    if id(value) in paths:
+        return [paths[id(value)]]
+    if id(value) in known:
+        return []
+    if isinstance(value, dict):
+        return [paths[id(x)] for pair in value.items() for x in pair if id(x) in paths]
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [paths[id(x)] for x in value if id(x) in paths]
+    return []
+
+
+def _referrers(targets: list[Any], skip: set[int]) -> list[Any]:
+    found = gc.get_referrers(*targets)
+    return [x for x in found if id(x) not in skip and x is not targets and not isinstance(x, types.FrameType)]
+
+
+def _name(holder: Any, skip: set[int], targets: set[int], depth: int) -> str:
+    """Words for `holder`, or "" if nothing with a name is found within `depth` steps."""
+    if isinstance(holder, dict):
+        if "__name__" in holder and "__builtins__" in holder:
+            if _internal(str(holder["__name__"])):
+                return ""
+            names = [k for k, v in holder.items() if id(v) in targets]
+            return f"global {names[0]!r} of module {holder['__name__']}" if names else ""
+    elif isinstance(holder, types.CellType):
+        pass
+    elif isinstance(holder, types.FunctionType):
+        return "" if _internal(holder.__module__ or "") else f"closure of function {holder.__qualname__}()"
+    elif not isinstance(holder, (list, tuple, set, frozenset)):
+        if isinstance(holder, (nn.Module, torch.optim.Optimizer)):
+            return f"a {type(holder).__name__} that is not among the arguments"
+        return "" if _internal(type(holder).__module__) or type(holder).__module__ == "builtins" else (
+            f"an object of class {type(holder).__module__}.{type(holder).__qualname__}"
+        )  # fmt: skip
+    if depth == 0:
+        return ""
+    mine = {*skip, id(holder)}
+    for up in _referrers([holder], mine)[:8]:
+        words = _name(up, mine, {id(holder)}, depth - 1)
+        if words:
+            return words
+    return ""
