@@ -18,6 +18,24 @@ Factors = tuple[DimFactors, ...]
 
 
 @dataclass(frozen=True)
+class Shape:
+    """A size argument that is the local shape of a result."""
+
+    result: int = 0
+
+
+@dataclass(frozen=True)
+class Extent:
+    """A size argument, or an entry of one, that is the local size of one dim of a result."""
+
+    result: int
+    dim: int
+
+
+Sized = Shape | Extent | tuple[Extent, ...]
+
+
+@dataclass(frozen=True)
 class Rule:
     """How one operator *call* may be split. Sizes are global, so a rule is made for the types of the call's operands.
 
@@ -25,13 +43,14 @@ class Rule:
         operands: the factors of each tensor operand, in the order in which `tensor_operands` finds them in the arguments.
         results: the factors of each result (one entry for a single tensor; None for an absent result).
         sizes: factor -> number of elements.
-        kinds: factor -> "pass" (default: split alike wherever it appears), "sum" / "max" / "min" (results that lack the
-            factor are partial over its axes), "whole" (never split: gather first).
+        kinds: factor -> "pass" (default: split alike wherever it appears; a result that lacks the factor is the same on all
+            parts, and is computed by empty parts too), "sum" / "max" / "min" (results that lack the factor are partial
+            over its axes), "whole" (never split: gather first).
         linear: sets of operand positions. If, over one axis, exactly the operands of one set are partial sums (and the
             others are not partial), every result is a partial sum over that axis.
         any_partial: operand 0 may be partial with *any* reduction and the result keeps it (views, copies).
-        sized: arguments that hold sizes and must be localised: argument position (int) or keyword -> the factors of its
-            entries ("=0" stands for: the local shape of result 0). See `shardc.rules.localise`.
+        sized: arguments that hold sizes and must be localised: argument position (int) or keyword -> what it is the size of.
+            See `shardc.rules.localise`.
     """
 
     operands: tuple[Factors, ...]
@@ -40,7 +59,7 @@ class Rule:
     kinds: Mapping[str, str] = field(default_factory=dict)
     linear: tuple[frozenset[int], ...] = ()
     any_partial: bool = False
-    sized: Mapping[int | str, object] = field(default_factory=dict)
+    sized: Mapping[int | str, Sized] = field(default_factory=dict)
 
     def kind(self, factor: str) -> str:
         return self.kinds.get(factor, PASS)

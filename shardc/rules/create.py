@@ -1,0 +1,73 @@
+"""Tensors from nothing, or from the shape of another: each part makes its own, where values do not depend on the place."""
+
+from __future__ import annotations
+
+from shardc.rules.call import Builder, Call, Draft, sets
+from shardc.rules.rule import WHOLE, Rule, Shape
+
+
+def made(size: str = "size", kind: str = "pass") -> Builder:
+    """Constant (or random) values of a given size; operands, if any, give dtype and device alone."""
+
+    def build(call: Call) -> Rule:
+        draft = Draft(call)
+        result = call.results[0]
+        assert result is not None
+        dims = draft.fresh(result.shape, kind)
+        operands = [draft.fresh(t.shape) for t in call.operands]  # unread: any layout will do
+        sized = call.sized(size, Shape()) if size in call and kind == "pass" else {}
+        return draft.rule(operands, [dims], sized=sized)
+
+    return build
+
+
+def like(linear: str = "") -> Builder:
+    """The shape of an operand, and none of its values."""
+    positions = sets(linear)
+
+    def build(call: Call) -> Rule:
+        draft = Draft(call)
+        dims = draft.fresh(call.operands[0].shape)
+        return draft.rule([dims], [dims], positions)
+
+    return build
+
+
+def number(call: Call) -> Rule:
+    """A tensor as a Python number, or a size of it: whole."""
+    draft = Draft(call)
+    return draft.rule([draft.fresh(t.shape, WHOLE) for t in call.operands], [None])
+
+
+TABLE: dict[str, Builder] = {
+    "aten.full.default": made(),
+    "aten.zeros.default": made(),
+    "aten.ones.default": made(),
+    "aten.empty.memory_format": made(),
+    "aten.rand.default": made(),
+    "aten.randn.default": made(),
+    "aten.randint.default": made(),
+    "aten.randint.low": made(),
+    "aten.new_zeros.default": made(),
+    "aten.new_ones.default": made(),
+    "aten.new_full.default": made(),
+    "aten.new_empty.default": made(),
+    "aten.normal.float_float": made(),
+    "aten.scalar_tensor.default": made(),
+    "aten.arange.default": made(kind=WHOLE),
+    "aten.arange.start": made(kind=WHOLE),
+    "aten.arange.start_step": made(kind=WHOLE),
+    "aten.linspace.default": made(kind=WHOLE),
+    "aten.eye.default": made(kind=WHOLE),
+    "aten.eye.m": made(kind=WHOLE),
+    "aten.tril_indices.default": made(kind=WHOLE),
+    "aten.triu_indices.default": made(kind=WHOLE),
+    "aten.randperm.default": made(kind=WHOLE),
+    "aten.zeros_like.default": like("0"),
+    "aten.ones_like.default": like(),
+    "aten.full_like.default": like(),
+    "aten.empty_like.default": like(),
+    "aten._local_scalar_dense.default": number,
+    "aten.sym_size.int": number,
+    "aten.sym_numel.default": number,
+}
