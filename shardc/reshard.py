@@ -141,7 +141,7 @@ class _Resharding:
         return False
 
     def _gather(self) -> bool:
-        """Gather an innermost axis that is not where it should be; first one that splits nothing in the end, then small ones."""
+        """Gather an innermost axis that is not where it should be; those first that split nothing in the end."""
         found: list[tuple[bool, int, int, int]] = []
         for k, j, f, g in self._factors():
             if len(f.axes) > _common(f.axes, g.axes):

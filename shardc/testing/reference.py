@@ -25,14 +25,13 @@ _REDUCE = {"sum": np.add, "max": np.maximum, "min": np.minimum}
 
 def part_of(whole: Array, spec: ShardSpec, mesh: Mesh, coord: Coord) -> Array:
     """The rank's elements of a whole value of `spec`'s global shape."""
-    out: Array = whole[np.ix_(*spec.indices(mesh, coord))]  # a copy, also of a 0-d value
-    return out.copy()
+    return np.array(whole[np.ix_(*spec.indices(mesh, coord))], dtype=np.float64)
 
 
 def shards(whole: Array, spec: ShardSpec, mesh: Mesh, seed: int = 0) -> Parts:
     """The parts of a value. Where `spec` is partial, ranks hold different contributions whose reduction is `whole`."""
     rng = np.random.default_rng(seed)
-    values: dict[tuple[int, ...], Array] = {(): whole}  # contributions by coordinate along the partial axes, one axis after another
+    values: dict[tuple[int, ...], Array] = {(): whole}  # contributions, by coordinate along the partial axes
     for axis, op in spec.partial:
         values = {(*c, i): v for c, old in values.items() for i, v in enumerate(_contributions(old, op, mesh.axes[axis], rng))}
     where = [mesh.index(axis) for axis in spec.partial_axes]
