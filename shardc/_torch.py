@@ -158,3 +158,15 @@ def storage_key(x: Tensor) -> int:
 def is_traced(x: Tensor) -> bool:
     """Whether `x` is a value of a step that is being captured."""
     return isinstance(x, FunctionalTensor)
+
+
+def flash_enabled() -> bool:
+    """False inside ``torch.nn.attention.sdpa_kernel(SDPBackend.MATH)``."""
+    return bool(torch._C._get_flash_sdp_enabled())
+
+
+def local_of(t: Any) -> Tensor:
+    """The very tensor that a DTensor holds (`to_local()` of a Parameter gives a view of it)."""
+    out = t._local_tensor
+    assert isinstance(out, Tensor)
+    return out
