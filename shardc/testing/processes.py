@@ -67,7 +67,9 @@ class Outcome:
         return f"rank {self.rank}: died with exit code {self.exit_code} after {self.seconds:.1f} s"
 
 
-def run_ranks(n: int, target: Callable[..., Any], *args: Any, timeout: float = 120.0, env: Mapping[str, str] | None = None) -> list[Any]:
+def run_ranks(
+    n: int, target: Callable[..., Any], *args: Any, timeout: float = 120.0, env: Mapping[str, str] | None = None
+) -> list[Any]:
     """Call `target(*args)` on `n` ranks.
 
     Args:
@@ -103,7 +105,7 @@ def run_outcomes(
     Args:
         grace: seconds that the others have after the first failure, before they are killed; None: all of `timeout`.
     """
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
     context = multiprocessing.get_context("spawn")
     begin = time.monotonic()
     processes: list[BaseProcess] = []
@@ -112,7 +114,7 @@ def run_outcomes(
         for rank in range(n):
             ours, theirs = context.Pipe(duplex=False)
             variables = {**_environment(rank, n, store.port), **(env or {})}
-            process = context.Process(target=_child, args=(theirs, variables, target, args), name=f"rank {rank}")
+            process: BaseProcess = context.Process(target=_child, args=(theirs, variables, target, args), name=f"rank {rank}")
             process.start()
             theirs.close()
             processes.append(process)
@@ -149,7 +151,7 @@ def _child(pipe: Connection, variables: Mapping[str, str], target: Callable[...,
     code = 0
     try:
         message = pickle.dumps((target(*args), None, ""))
-    except BaseException as error:  # noqa: BLE001 (whatever a rank raises, KeyboardInterrupt included, is the parent's to see)
+    except BaseException as error:
         code, text = 1, traceback.format_exc()
         try:
             message = pickle.dumps((None, error, text))
@@ -164,7 +166,9 @@ def _child(pipe: Connection, variables: Mapping[str, str], target: Callable[...,
     os._exit(code)
 
 
-def _collect(processes: list[BaseProcess], pipes: list[Connection], begin: float, timeout: float, grace: float | None) -> list[Outcome]:
+def _collect(
+    processes: list[BaseProcess], pipes: list[Connection], begin: float, timeout: float, grace: float | None
+) -> list[Outcome]:
     outcomes: dict[int, Outcome] = {}
     deadline = begin + timeout
     open_ranks = set(range(len(processes)))
