@@ -54,7 +54,8 @@ def _folded(grad: Tensor, like: Tensor) -> Tensor:
     """The inverse of `_repeated` for gradients: sum over the heads that share one."""
     if grad.shape == like.shape:
         return grad
-    return grad.unflatten(-3, (like.shape[-3], -1)).sum(-3).contiguous()
+    heads = like.shape[-3]
+    return grad.reshape(*like.shape[:-2], grad.shape[-3] // heads, *like.shape[-2:]).sum(-3).contiguous()
 
 
 def _additive(mask: Tensor | None, q: Tensor) -> Tensor | None:
@@ -125,7 +126,8 @@ def _forward(
     if q.device.type == "cuda":
         kind = _cuda_kernel(q, v, mask)
         if kind == "flash":
-            return tuple(_torch.flash_cuda(q, k, v, 0.0, is_causal, scale=scale)[:2])  # type: ignore[return-value]
+            out, lse, *_ = _torch.flash_cuda(q, k, v, 0.0, is_causal, scale=scale)
+            return out, lse
         if kind == "efficient":
             out, lse, *_ = _torch.efficient_cuda(q, k, v, _aligned(mask, q, k), True, 0.0, is_causal, scale=scale)
             return out, lse[..., : q.shape[2]].contiguous()
@@ -189,8 +191,9 @@ def _fake_backward(
 
 _ARGUMENTS = "bool is_causal, float? scale, bool enable_gqa"
 operator(
-    f"sdpa(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, {_ARGUMENTS}) -> (Tensor, Tensor)", _forward, _fake_forward
-)
+    f"sdpa(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, {_ARGUMENTS}) -> (Tensor, Tensor)",
+    _forward, _fake_forward,
+)  # fmt: skip
 operator(
     "sdpa_backward(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor? attn_mask, Tensor out, Tensor logsumexp, "
     f"{_ARGUMENTS}) -> (Tensor, Tensor, Tensor)",
@@ -228,7 +231,7 @@ def _fits(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout_p: float
     """Whether the operator covers this call; eager's own path, traced as it is, covers the rest and raises its own errors."""
     if dropout_p or (mask is not None and (is_causal or mask.requires_grad)):
         return False
-    if not torch.backends.cuda.flash_sdp_enabled():  # the user asks for the plain formula: sdpa_kernel(SDPBackend.MATH)
+    if not _torch.flash_enabled():  # the user asks for the plain formula: sdpa_kernel(SDPBackend.MATH)
         return False
     tensors = [q, k, v, *([] if mask is None else [mask])]
     if any(t.is_nested or t.layout != torch.strided or t.device != q.device for t in tensors):

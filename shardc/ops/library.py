@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-LIBRARY = torch.library.Library("shardc", "DEF")
+LIBRARY = torch.library.Library("shardc", "DEF")  # type: ignore[no-untyped-call]
 
 
 def operator(schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]) -> torch._ops.OpOverload:
@@ -19,9 +19,9 @@ def operator(schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]) 
         fake: makes empty results, for fake and meta tensors.
     """
     name = schema.partition("(")[0]
-    LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))  # type: ignore[no-untyped-call]
     for device in ("CPU", "CUDA"):
-        LIBRARY.impl(name, kernel, device)
+        LIBRARY.impl(name, kernel, device)  # type: ignore[no-untyped-call]
     torch.library.register_fake(f"shardc::{name}", fake, lib=LIBRARY)
     overload = getattr(torch.ops.shardc, name).default
     assert isinstance(overload, torch._ops.OpOverload)

@@ -178,7 +178,8 @@ def _define(name: str, tensors: str, numbers: str, function: Callable[..., Any],
     words = tensors.split()
     written = [k for k, word in enumerate(words) if word != "grad"]
     arguments = [f"Tensor {word}" for word in words]
-    arguments += [word.replace(":", " ") if ":" in word else f"Scalar {word}" for word in numbers.replace("bool ", "bool:").split()]
+    for word in numbers.replace("bool ", "bool:").split():
+        arguments.append(word.replace(":", " ") if ":" in word else f"Scalar {word}")
     count = len(written) + created
     results = "Tensor" if count == 1 else f"({', '.join(['Tensor'] * count)})"
 
@@ -231,7 +232,8 @@ def _assign(targets: list[Tensor], values: Any) -> None:
 def _emit_adam(a: dict[str, Any]) -> None:
     numbers = (*(a[k] for k in ("lr", "beta1", "beta2", "eps", "weight_decay", "maximize")), a["decoupled_weight_decay"])
     for k, (p, grad) in enumerate(zip(a["params"], a["grads"], strict=True)):
-        state = [a["exp_avgs"][k], a["exp_avg_sqs"][k], *([a["max_exp_avg_sqs"][k]] if a["amsgrad"] else []), a["state_steps"][k]]
+        largest = [a["max_exp_avg_sqs"][k]] if a["amsgrad"] else []
+        state = [a["exp_avgs"][k], a["exp_avg_sqs"][k], *largest, a["state_steps"][k]]
         op = torch.ops.shardc.adam_amsgrad if a["amsgrad"] else torch.ops.shardc.adam
         _assign([p, *state], op(p, grad, *state, *numbers))
 
