@@ -1,0 +1,173 @@
+"""`plan.explain(name)`: all that a plan knows about one slot or one node."""
+
+from __future__ import annotations
+
+import difflib
+from typing import TYPE_CHECKING
+
+from shardc.dtypes import short
+from shardc.errors import PlanError
+from shardc.instructions import Collective, Compute, Delete, Input, Instruction, Read, Ref, Reg, Write
+from shardc.plan.alias import outs, uses
+from shardc.plan.text import seconds, size, table
+from shardc.program import Slot
+
+if TYPE_CHECKING:
+    from shardc.plan.plan import Plan
+
+
+def explain(plan: Plan, name: str) -> str:
+    """See `Plan.explain`."""
+    if name in plan.slots:
+        return _slot(plan, plan.slots[name])
+    for slot in plan.slots.values():
+        if name in slot.aliases:
+            return f"{name} is {slot.path}\n{_slot(plan, slot)}"
+    ends = [s for s in plan.slots.values() if s.path.endswith(f".{name}")]
+    if len(ends) == 1:
+        return _slot(plan, ends[0])
+    key = name.removeprefix("%")
+    if key in plan.by_name:
+        return _node(plan, plan.by_name[key])
+    inside = [i for i in plan.instructions if i.module == name and isinstance(i, (Compute, Collective))]
+    if inside:
+        return "\n".join([f"{name}: {len(inside)} nodes", *table([_line(plan, i) for i in inside], right=(3,))])
+    known = [
+        *plan.slots,
+        *(a for s in plan.slots.values() for a in s.aliases),
+        *plan.by_name,
+        *{i.module for i in plan.instructions},
+    ]
+    near = difflib.get_close_matches(name, known, 3)
+    if len(ends) > 1:
+        near = [s.path for s in ends[:3]]
+    raise PlanError(
+        f"the plan has no slot, node or module {name!r}",
+        hint=f"did you mean {', '.join(near)}?"
+        if near
+        else f"slots are named like {', '.join(list(plan.slots)[:3]) or 'none'}",
+    )
+
+
+def _slot(plan: Plan, slot: Slot) -> str:
+    n = plan.sizes.slot_bytes(slot)
+    lines = [
+        f"{slot.path}: {slot.kind}{'' if slot.trainable or slot.kind != 'parameter' else ', frozen'} {slot.type}, {size(slot.type.nbytes)}",
+        f"storage  {slot.storage}, {size(n)} per rank",
+        f"compute  {slot.compute}",
+    ]
+    if slot.of:
+        lines.append(f"of       {slot.of}")
+    if slot.aliases:
+        lines.append(f"tied to  {', '.join(slot.aliases)}")
+    others = [s.path for s in plan.slots.values() if s.of == slot.path]
+    if others:
+        lines.append(f"owns     {', '.join(others)}")
+    entry = next((i for i in plan.instructions if isinstance(i, Read) and i.slot == slot.path), None)
+    if entry is not None and entry.name in plan.why:
+        lines.append(f"why      {plan.why[entry.name]}")
+    lines.append(f"life     {_life(plan, slot)}")
+    rows = [_line(plan, i) for i in _moves(plan, slot)]
+    if rows:
+        lines += ["moved by", *("  " + row for row in table(rows, right=(3,)))]
+    values = _values(plan, slot)
+    readers = [
+        i for i in plan.instructions
+        if isinstance(i, Compute) and any(r in values for r in uses(i)) and not any(o.reg in values for o in outs(i))
+    ]  # fmt: skip
+    if readers:
+        lines += ["read by", *("  " + row for row in table([_line(plan, i) for i in readers], right=(3,)))]
+    writes = [i for i in plan.instructions if isinstance(i, (Write, Delete)) and i.slot == slot.path]
+    for i in writes:
+        if isinstance(i, Delete):
+            lines.append("deleted")
+            continue
+        maker = plan.by_name[plan.makers[i.src]]
+        how = " in place" if plan.aliases.owner(i.src) == slot.path else ""
+        lines += [f"written{how} by", *("  " + row for row in table([_line(plan, maker)], right=(3,)))]
+    return "\n".join(lines)
+
+
+def _life(plan: Plan, slot: Slot) -> str:
+    before, after = slot.path in plan.entry, slot.path in plan.kept
+    return {
+        (True, True): "there before and after the step",
+        (True, False): "deleted by the step",
+        (False, True): "created by the step",
+        (False, False): "not part of this variant",
+    }[before, after]
+
+
+def _values(plan: Plan, slot: Slot) -> set[Reg]:
+    """Registers that hold the slot's value (parameters: in any layout)."""
+    if slot.kind == "parameter":
+        return {r for r, path in plan.roles.parameter.items() if path == slot.path}
+    roots = {r for r, path in plan.aliases.slot.items() if path == slot.path}
+    return {r for r, root in plan.aliases.root.items() if root in roots and r not in plan.aliases.updated}
+
+
+def _moves(plan: Plan, slot: Slot) -> list[Instruction]:
+    """Collectives on the slot's value, and on the value that replaces it (its gradient's reductions, for gradient slots)."""
+    values = _values(plan, slot)
+    out: list[Instruction] = [i for i in plan.instructions if isinstance(i, Collective) and i.src in values]
+    for w in plan.instructions:
+        if not (isinstance(w, Write) and w.slot == slot.path):
+            continue
+        maker = plan.by_name[plan.makers[w.src]]
+        for reg in (w.src, *uses(maker)):
+            chain = plan.by_name.get(plan.makers.get(reg, ""))
+            while isinstance(chain, Collective):
+                if chain not in out:
+                    out.append(chain)
+                chain = plan.by_name.get(plan.makers.get(chain.src, ""))
+    order = {i.name: k for k, i in enumerate(plan.instructions)}
+    return sorted(out, key=lambda i: order[i.name])
+
+
+def _node(plan: Plan, i: Instruction) -> str:
+    head, *_ = table([_line(plan, i)])
+    lines = [head]
+    for o in outs(i):
+        if o.spec is not None and o.dtype is not None:
+            local = ", ".join(map(str, plan.sizes.shape(o.spec)))
+            root = plan.aliases.root[o.reg]
+            kind = plan.roles.category(root)
+            view = "" if root == o.reg else f", shares the storage of %{plan.makers[root]}"
+            lines.append(f"result   {short(o.dtype)}{o.spec}, per rank [{local}], {size(plan.sizes.nbytes(o))}, {kind}{view}")
+    if i.name in plan.why:
+        lines.append(f"why      {plan.why[i.name]}")
+    if isinstance(i, Collective):
+        assert i.out.dtype is not None
+        lines.append(f"step     {i.step}")
+        lines.append(f"sends    {size(i.step.nbytes(i.out.dtype, plan.mesh))} per rank, {plan.roles.traffic(i, plan.batch)}")
+    if isinstance(i, Compute):
+        for result, a in i.inplace:
+            operand = i.args[a]
+            if isinstance(operand, Ref):
+                lines.append(f"in place result {result} takes over %{plan.makers[operand.reg]}")
+    if i.name in plan.seconds:
+        lines.append(f"time     {seconds(plan.seconds[i.name])} (predicted)")
+    made = [plan.makers[r] for r in uses(i)]
+    if made:
+        lines.append(f"from     {', '.join(f'%{n}' for n in dict.fromkeys(made))}")
+    mine = {o.reg for o in outs(i)}
+    users = [u.name for u in plan.instructions if any(r in mine for r in uses(u))]
+    if users:
+        lines.append(f"used by  {', '.join(f'%{n}' for n in users)}")
+    return "\n".join(lines)
+
+
+def _line(plan: Plan, i: Instruction) -> list[str]:
+    """One row: name, operator, result, bytes sent, phase and source."""
+    sent = ""
+    if isinstance(i, Collective):
+        assert i.out.dtype is not None
+        sent = size(i.step.nbytes(i.out.dtype, plan.mesh))
+        op = f"{i.step.kind}@{i.step.axis}"
+    elif isinstance(i, Compute):
+        op = i.op.removesuffix(".default")
+    else:
+        op = f"{type(i).__name__.lower()} {i.slot if isinstance(i, (Read, Write, Delete)) else i.path if isinstance(i, Input) else ''}"
+    made = [f"{short(o.dtype)}{o.spec}" if o.dtype is not None else "number" for o in outs(i)]
+    where = ", ".join(x for x in (i.phase, i.module, i.line) if x)
+    return [f"%{i.name}", op, " ".join(made), sent, where]

@@ -1,0 +1,133 @@
+"""What the values of a plan are: parameters gathered for use, gradients, optimizer state, activations.
+
+Memory and communication are reported by these roles. They follow from the slots and from how values flow between them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from shardc.instructions import Collective, Compute, Instruction, Read, Ref, Reg, Write
+from shardc.plan.alias import Aliases, outs, uses
+from shardc.program import Slot, SlotKind
+from shardc.reshard import Step
+
+CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "gathered", "other")
+SLOT_CATEGORY = {
+    SlotKind.PARAMETER: "parameters",
+    SlotKind.GRADIENT: "gradients",
+    SlotKind.OPTIMIZER: "optimizer",
+    SlotKind.BUFFER: "other",
+    SlotKind.TENSOR: "other",
+}
+_CAST = "aten._to_copy.default"
+_JOINT = ("aten.add.Tensor", _CAST, "aten.clone.default")
+
+
+class Roles:
+    """Roles of registers.
+
+    Args:
+        instructions: the instruction list.
+        slots: path -> slot.
+        aliases: of the same list.
+    """
+
+    def __init__(self, instructions: Sequence[Instruction], slots: Mapping[str, Slot], aliases: Aliases) -> None:
+        self.aliases, self.slots = aliases, slots
+        self.parameter: dict[Reg, str] = {}  # register -> the parameter whose value it holds, in any layout or dtype
+        self.gathered: set[Reg] = set()  # those that came out of a collective
+        self.phase: dict[Reg, str] = {}
+        self.gradient: set[Reg] = self._gradients(instructions)
+        for i in instructions:
+            self._forward(i)
+            for o in outs(i):
+                self.phase[o.reg] = i.phase
+
+    def _forward(self, i: Instruction) -> None:
+        if isinstance(i, Read):
+            slot = self.slots.get(i.slot)
+            if slot is not None and slot.kind == SlotKind.PARAMETER:
+                self.parameter[i.out.reg] = i.slot
+        elif isinstance(i, Collective):
+            if i.src in self.parameter:
+                self.parameter[i.out.reg] = self.parameter[i.src]
+                if i.step.kind != "slice" or i.src in self.gathered:
+                    self.gathered.add(i.out.reg)
+        elif isinstance(i, Compute) and len(outs(i)) == 1:
+            (o,) = outs(i)
+            src = self.aliases.source.get(o.reg)
+            if src is None and i.op == _CAST and isinstance(i.args[0], Ref):
+                src = i.args[0].reg
+            if src is not None and src in self.parameter and o.reg not in self.aliases.updated:
+                self.parameter[o.reg] = self.parameter[src]
+                if src in self.gathered or i.op == _CAST:
+                    self.gathered.add(o.reg)
+
+    @staticmethod
+    def _owned(slots: Mapping[str, Slot], path: str) -> bool:
+        return path in slots and slots[path].kind == SlotKind.GRADIENT
+
+    def _gradients(self, instructions: Sequence[Instruction]) -> set[Reg]:
+        """Registers that hold a parameter's gradient or a summand of one, found from where gradients are consumed.
+
+        A value is a gradient if a gradient slot takes it, or if the backward makes it and the update reads it; and so are
+        the values it is made of by casts, copies, joint adds, views and collectives.
+        """
+        made = {o.reg: i for i in instructions for o in outs(i)}
+        out: set[Reg] = set()
+        for i in instructions:
+            if isinstance(i, Write) and self._owned(self.slots, i.slot):
+                out.add(i.src)
+            elif isinstance(i, Read) and self._owned(self.slots, i.slot):
+                out.add(i.out.reg)
+            elif i.phase == "update":
+                for reg in uses(i):
+                    maker = made.get(reg)
+                    o = self.aliases.out.get(reg)
+                    if maker is not None and maker.phase == "backward" and o is not None and o.dtype is not None:
+                        out.add(reg)
+        for i in reversed(instructions):
+            if i.phase == "forward":
+                continue
+            mine = [o.reg for o in outs(i) if o.reg in out]
+            if not mine:
+                continue
+            if isinstance(i, Collective):
+                out.add(i.src)
+            elif isinstance(i, Compute) and (i.op in _JOINT or any(r in self.aliases.source for r in mine)):
+                out.update(r for r in uses(i) if self.aliases.out[r].dtype is not None and made[r].phase != "forward")
+        return out
+
+    def category(self, root: Reg) -> str:
+        """Memory category of the storage that a root register owns."""
+        slot = self.slots.get(self.aliases.slot.get(root, ""))
+        if slot is not None:
+            return SLOT_CATEGORY[slot.kind]
+        if root in self.aliases.input:
+            return "other"
+        if root in self.gathered:
+            return "gathered"
+        if root in self.gradient:
+            return "gradients"
+        return "other" if self.phase.get(root) == "update" else "activations"
+
+    def traffic(self, i: Collective, batch: Sequence[str]) -> str:
+        """What a collective moves: parameters, gradients, statistics (scalars, and sums over the batch), activations."""
+        if i.src in self.parameter:
+            return "parameters"
+        if numel(i.step) <= 1:
+            return "statistics"
+        if i.out.reg in self.gradient or i.src in self.gradient:
+            return "gradients"
+        if i.step.kind == "all_reduce" and i.step.axis in batch:
+            return "statistics"
+        return "activations"
+
+
+def numel(step: Step) -> int:
+    """Global number of elements of the value that a step moves."""
+    out = 1
+    for n in step.src.shape:
+        out *= n
+    return out
