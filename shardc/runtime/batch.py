@@ -103,7 +103,7 @@ def _deal(
         got, packed, [(hi - lo) * row for lo, hi in receive], [(hi - lo) * row for lo, hi in send], group=group
     )
     if order != list(have):  # put the pieces in the order of the rows
-        cut = dict(zip(order, got.split([(hi - lo) * row for lo, hi in receive]), strict=True))
+        cut = dict(zip(order, torch.split(got, [(hi - lo) * row for lo, hi in receive]), strict=True))
         got = torch.cat([cut[r] for r in have])
     out = got.view(local.dtype).view(rows, *tail)
     return out.contiguous(memory_format=torch.channels_last) if _channels_last(local) else out

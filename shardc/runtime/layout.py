@@ -27,7 +27,7 @@ def window(t: Tensor, have: Intervals, want: Intervals) -> Tensor:
     k = 0
     for outer, inner in zip(have, want, strict=True):
         if len(outer) > 1:
-            t = t.unflatten(k, [hi - lo for lo, hi in outer])
+            t = t.view(*t.shape[:k], *(hi - lo for lo, hi in outer), *t.shape[k + 1 :])
         for (lo, hi), (a, b) in zip(outer, inner, strict=True):
             if (a, b) != (lo, hi):
                 t = t.narrow(k, a - lo if b > a else 0, b - a)
@@ -106,7 +106,8 @@ def assemble(parts: Sequence[Tensor], spec: ShardSpec, mesh: Mesh, out: Tensor |
                 continue
             seen.add(key)
             if tuple(part.shape) != spec.local_shape(mesh, coord):
-                raise SpecError(f"part of shape {list(part.shape)} at {coord} of {spec}, not {list(spec.local_shape(mesh, coord))}")
+                want = list(spec.local_shape(mesh, coord))
+                raise SpecError(f"part of shape {list(part.shape)} at {coord} of {spec}, expected {want}")
             view = window(target, _full(spec), held)
             view.copy_(part.reshape(view.shape))
         return out

@@ -147,8 +147,9 @@ def setup(mesh: Mesh, near: Iterable[torch.Tensor] = ()) -> Ranks:
             torch.cuda.set_device(device)
         dist.init_process_group("nccl" if kind == "cuda" else "gloo", device_id=device if kind == "cuda" else None)
     for t in near:
-        if isinstance(t, DTensor) and (t.device_mesh.mesh_dim_names, tuple(t.device_mesh.shape)) == (resolved.names, resolved.shape):
-            return Ranks(resolved, dist.get_rank(), device, t.device_mesh)
+        there = t.device_mesh if isinstance(t, DTensor) else None
+        if there is not None and (there.mesh_dim_names, tuple(there.shape)) == (resolved.names, resolved.shape):
+            return Ranks(resolved, dist.get_rank(), device, there)
     torch_mesh = init_device_mesh(kind, resolved.shape, mesh_dim_names=resolved.names)
     return Ranks(resolved, dist.get_rank(), device, torch_mesh)
 
