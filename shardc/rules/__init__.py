@@ -1,8 +1,9 @@
 """Factor rules: how each operator may be split over ranks. One small table for each family of operators."""
 
 from shardc.rules.call import map_operands, tensor_operands
+from shardc.rules.decompose import decompositions
 from shardc.rules.localise import localise
 from shardc.rules.registry import has_rule, register, rule_for, unregister
 from shardc.rules.rule import Rule
 
-__all__ = ["Rule", "has_rule", "localise", "map_operands", "register", "rule_for", "tensor_operands", "unregister"]
+__all__ = ["Rule", "decompositions", "has_rule", "localise", "map_operands", "register", "rule_for", "tensor_operands", "unregister"]

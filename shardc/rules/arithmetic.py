@@ -1,0 +1,25 @@
+"""Small pieces that decompositions are made of."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+aten: Any = torch.ops.aten
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which values of a dtype are accumulated."""
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
+def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return x if x.dtype == dtype else aten._to_copy.default(x, dtype=dtype)  # type: ignore[no-any-return]
+
+
+def total(x: Tensor, dims: Sequence[int], keepdim: bool = False) -> Tensor:
+    """Sum over dims; none at all leaves the value as it is."""
+    return x if not dims and x.dim() else aten.sum.dim_IntList(x, list(dims), keepdim)  # type: ignore[no-any-return]

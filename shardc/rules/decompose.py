@@ -1,0 +1,204 @@
+"""Operators that divide by a count of their own input, written so that the count is the global one.
+
+Programs are traced at global shapes: a decomposed `mean` is a sum, which may stay partial, over the constant number of all
+elements. Counts that depend on data (the targets that a loss does not ignore) become sums themselves. Half precision is
+accumulated in float32, as torch's own kernels do. Also written out here: operators that look at sizes of one (`squeeze`), which
+a part has where the whole has not, and constants that read no more than the shape of an operand.
+
+A decomposition uses aten operators alone and never the one that it stands for.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardc.rules import decompose_losses, decompose_norms
+from shardc.rules.arithmetic import aten, cast, total, wide
+
+Decomposition = Callable[..., Any]
+
+
+def _dims(x: Tensor, dim: Sequence[int] | int | None) -> list[int]:
+    named = list(range(x.dim())) if dim is None or dim == [] else [dim] if isinstance(dim, int) else list(dim)
+    return sorted({d % max(x.dim(), 1) for d in named}) if x.dim() else []
+
+
+def _count(x: Tensor, dims: Sequence[int]) -> int:
+    return math.prod(int(x.shape[d]) for d in dims)
+
+
+def mean(x: Tensor, dim: Sequence[int] | None = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Tensor:
+    dims, out = _dims(x, dim), dtype or x.dtype
+    return cast(aten.div.Scalar(total(cast(x, wide(out)), dims, keepdim), _count(x, dims)), out)
+
+
+def mean_all(x: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
+    return mean(x, dtype=dtype)
+
+
+def _moments(x: Tensor, dim: Sequence[int] | None, correction: float | None, keepdim: bool) -> tuple[Tensor, Tensor]:
+    """Variance and mean, in two passes."""
+    dims, work = _dims(x, dim), cast(x, wide(x.dtype))
+    count = _count(x, dims)
+    average = aten.div.Scalar(total(work, dims, True), count)
+    centred = aten.sub.Tensor(work, average)
+    square = aten.mul.Tensor(centred, aten.conj_physical.default(centred)) if x.is_complex() else aten.mul.Tensor(centred, centred)
+    if x.is_complex():
+        square = aten.select.int(aten.view_as_real.default(square), -1, 0)
+    free = max(count - (1 if correction is None else correction), 0)
+    spread = aten.mul.Scalar(total(square, dims, keepdim), 1.0 / free if free else math.inf)
+    out = spread.dtype if x.is_complex() else x.dtype
+    return cast(spread, out), cast(average if keepdim else aten.view.default(average, list(spread.shape)), x.dtype)
+
+
+def var(x: Tensor, dim: Any = None, *, correction: float | None = None, keepdim: bool = False) -> Tensor:
+    return _moments(x, dim, correction, keepdim)[0]
+
+
+def std(x: Tensor, dim: Any = None, *, correction: float | None = None, keepdim: bool = False) -> Tensor:
+    return aten.sqrt.default(_moments(x, dim, correction, keepdim)[0])
+
+
+def var_mean(x: Tensor, dim: Any = None, *, correction: float | None = None, keepdim: bool = False) -> tuple[Tensor, Tensor]:
+    return _moments(x, dim, correction, keepdim)
+
+
+def std_mean(x: Tensor, dim: Any = None, *, correction: float | None = None, keepdim: bool = False) -> tuple[Tensor, Tensor]:
+    spread, average = _moments(x, dim, correction, keepdim)
+    return aten.sqrt.default(spread), average
+
+
+def vector_norm(
+    x: Tensor, ord: float = 2, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+) -> Tensor:
+    """The order's own reduction (a sum, a maximum), so that a split dim stays split: clipping by a global norm."""
+    out = dtype or x.dtype
+    out = torch.empty((), dtype=out).real.dtype if out.is_complex else out
+    dims, work = _dims(x, dim), cast(x, wide(dtype or x.dtype))
+    if ord == 2 and not work.is_complex():
+        return cast(aten.sqrt.default(total(aten.mul.Tensor(work, work), dims, keepdim)), out)
+    size = aten.abs.default(work)
+    if ord == math.inf:
+        return cast(aten.amax.default(size, dims, keepdim), out)
+    if ord == -math.inf:
+        return cast(aten.amin.default(size, dims, keepdim), out)
+    if ord == 0:
+        return total(cast(aten.ne.Scalar(size, 0), out), dims, keepdim)
+    if ord == 1:
+        return cast(total(size, dims, keepdim), out)
+    powers = total(aten.pow.Tensor_Scalar(size, ord), dims, keepdim)
+    return cast(aten.pow.Tensor_Scalar(powers, 1.0 / ord), out)
+
+
+def norm_of(x: Tensor, p: float | None, dim: Any, keepdim: bool = False) -> Tensor:
+    return vector_norm(x, 2 if p is None else p, dim, keepdim)
+
+
+def norm_all(x: Tensor, p: float = 2) -> Tensor:
+    return vector_norm(x, p)
+
+
+def logsumexp(x: Tensor, dim: Sequence[int], keepdim: bool = False) -> Tensor:
+    """A maximum and a sum, both of which may stay split."""
+    dims = _dims(x, dim)
+    top = aten.amax.default(x, dims, True)
+    top = aten.where.self(aten.isinf.default(top), aten.full.default([], 0, dtype=x.dtype), top)
+    out = aten.log.default(total(aten.exp.default(aten.sub.Tensor(x, top)), dims, True))
+    out = aten.add.Tensor(out, top)
+    return out if keepdim else aten.view.default(out, [n for k, n in enumerate(x.shape) if k not in dims])
+
+
+def squeeze(x: Tensor, dim: Any = None) -> Tensor:
+    """A part of a larger dim may have size one, and must keep it: the resulting shape is said outright."""
+    dims = range(x.dim()) if dim is None else _dims(x, dim) if dim != [] else []
+    return aten.view.default(x, [n for k, n in enumerate(x.shape) if not (k in dims and n == 1)])
+
+
+def _filled(value: float) -> Decomposition:
+    def like(x: Tensor, **options: Any) -> Tensor:
+        return full_like(x, value, **options)
+
+    return like
+
+
+def full_like(x: Tensor, value: Any, *, dtype: torch.dtype | None = None, **_: Any) -> Tensor:
+    return aten.full.default(list(x.shape), value, dtype=dtype or x.dtype)
+
+
+def _new(value: float) -> Decomposition:
+    def new(x: Tensor, size: Sequence[int], *, dtype: torch.dtype | None = None, **_: Any) -> Tensor:
+        return aten.full.default(list(size), value, dtype=dtype or x.dtype)
+
+    return new
+
+
+def new_full(x: Tensor, size: Sequence[int], value: Any, *, dtype: torch.dtype | None = None, **_: Any) -> Tensor:
+    return aten.full.default(list(size), value, dtype=dtype or x.dtype)
+
+
+def new_strided(x: Tensor, size: Sequence[int], stride: Sequence[int], *, dtype: torch.dtype | None = None, **_: Any) -> Tensor:
+    return aten.full.default(list(size), 0, dtype=dtype or x.dtype)
+
+
+def addmm(bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
+    product = aten.mm.default(a, b)
+    product = product if alpha == 1 else aten.mul.Scalar(product, alpha)
+    return aten.add.Tensor(product, bias if beta == 1 else aten.mul.Scalar(bias, beta))
+
+
+def baddbmm(bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
+    product = aten.bmm.default(a, b)
+    product = product if alpha == 1 else aten.mul.Scalar(product, alpha)
+    return aten.add.Tensor(product, bias if beta == 1 else aten.mul.Scalar(bias, beta))
+
+
+ALWAYS: dict[str, Decomposition] = {
+    "aten.mean.default": mean_all,
+    "aten.mean.dim": mean,
+    "aten.var.correction": var,
+    "aten.std.correction": std,
+    "aten.var_mean.correction": var_mean,
+    "aten.std_mean.correction": std_mean,
+    "aten.linalg_vector_norm.default": vector_norm,
+    "aten.norm.ScalarOpt_dim": norm_of,
+    "aten.norm.Scalar": norm_all,
+    "aten.logsumexp.default": logsumexp,
+    "aten.squeeze.default": squeeze,
+    "aten.squeeze.dim": squeeze,
+    "aten.squeeze.dims": squeeze,
+    "aten.zeros_like.default": _filled(0),
+    "aten.ones_like.default": _filled(1),
+    "aten.full_like.default": full_like,
+    "aten.new_zeros.default": _new(0),
+    "aten.new_ones.default": _new(1),
+    "aten.new_empty.default": _new(0),
+    "aten.new_full.default": new_full,
+    "aten.new_empty_strided.default": new_strided,
+    **decompose_losses.TABLE,
+    **decompose_norms.TABLE,
+}
+WHEN_SPLIT: dict[str, Decomposition] = {"aten.addmm.default": addmm, "aten.baddbmm.default": baddbmm}
+
+
+def decompositions(split_products: bool = False) -> dict[torch._ops.OpOverload, Decomposition]:
+    """Operator -> the same in other operators, with the same arguments.
+
+    Args:
+        split_products: also products with a fused addition, whose contracted dim could not be split otherwise (it is with
+            tensor parallelism: a row-parallel linear layer).
+    """
+    table = {**ALWAYS, **(WHEN_SPLIT if split_products else {})}
+    found = {_overload(name): fn for name, fn in table.items()}
+    return {op: fn for op, fn in found.items() if op is not None}
+
+
+def _overload(name: str) -> torch._ops.OpOverload | None:
+    """None where this version of torch lacks the operator."""
+    space, packet, overload = name.split(".")
+    op = getattr(getattr(getattr(torch.ops, space), packet, None), overload, None)
+    return op if isinstance(op, torch._ops.OpOverload) else None
