@@ -100,7 +100,7 @@ def may_alias(op: torch._ops.OpOverload) -> bool:
     schema says nothing of views that are sometimes taken."""
     if any(r.alias_info is not None for r in op._schema.returns) or op is torch.ops.aten._unsafe_view.default:
         return True
-    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd"))
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(op._name, "CompositeImplicitAutograd"))
 
 
 def returns_sequence(op: torch._ops.OpOverload) -> bool:
@@ -109,11 +109,9 @@ def returns_sequence(op: torch._ops.OpOverload) -> bool:
     return len(returns) != 1 or isinstance(returns[0].type, torch.ListType)
 
 
-def default_store() -> torch.distributed.Store:
+def default_store() -> Any:
     """The key-value store of the default process group."""
-    store = lookup("torch.distributed.distributed_c10d", "_get_default_store")()
-    assert isinstance(store, torch.distributed.Store)
-    return store
+    return lookup("torch.distributed.distributed_c10d", "_get_default_store")()
 
 
 # -- capture -----------------------------------------------------------------------------------------------------------
@@ -170,3 +168,22 @@ def local_of(t: Any) -> Tensor:
     out = t._local_tensor
     assert isinstance(out, Tensor)
     return out
+
+BELOW_FUNCTIONAL: Any = lookup("torch._C", "_TorchDispatchModeKey").PROXY
+"""The slot of the mode stack between functionalisation and fake tensors."""
+
+without_modes: Callable[[], contextlib.AbstractContextManager[Any]] = lookup("torch.utils._python_dispatch", "_disable_current_modes")
+"""Suspends all dispatch modes while inside."""
+
+
+# -- collectives -------------------------------------------------------------------------------------------------------
+
+
+def _collective(new: str, old: str) -> Callable[..., Any]:
+    """torch 2.13 renames the collectives on one flat tensor and warns of the old names."""
+    module = importlib.import_module("torch.distributed")
+    return lookup("torch.distributed", new if hasattr(module, new) else old)  # type: ignore[no-any-return]
+
+
+all_gather_single = _collective("all_gather_single", "all_gather_into_tensor")
+reduce_scatter_single = _collective("reduce_scatter_single", "reduce_scatter_tensor")

@@ -1,0 +1,174 @@
+"""Ranks as processes: requests become collectives of torch.distributed, and a failure of one rank ends all of them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Generator
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardc import _torch
+from shardc.errors import RuntimeFailure
+from shardc.mesh import Coord, Mesh
+from shardc.runtime.comm import WIRE_DTYPES, Request, Start, drive
+from shardc.runtime.executor import Executor, Outcome
+from shardc.runtime.simulate import execution
+
+FAILED = "shardc/failed"
+"""Key of the default store under which the first rank to fail leaves what happened."""
+
+POLL = timedelta(seconds=1)
+"""How long a rank waits for others before it looks whether one of them has failed."""
+
+
+@dataclass
+class Pending:
+    """A collective under way; `wide` is what is sent where the communicator does not know the dtype of `request`."""
+
+    work: dist.Work
+    request: Start
+    wide: tuple[Tensor | None, Tensor] | None = None
+
+
+class ProcessGroupCommunicator:
+    """Executes the requests of the rank at `coord` over process groups.
+
+    Args:
+        mesh, coord: who this process is.
+        group: axis -> the process group of the ranks along it, in the order of the axis (`Ranks.group`).
+    """
+
+    def __init__(self, mesh: Mesh, coord: Coord, group: Callable[[str], dist.ProcessGroup]) -> None:
+        self.mesh, self.coord, self.rank = mesh, coord, mesh.rank(coord)
+        self.groups = {axis: group(axis) for axis, n in mesh.axes.items() if n > 1}
+        self.store = _torch.default_store() if self.groups else None
+        self.seconds = 0.0
+
+    def start(self, request: Start) -> Pending:
+        begun = time.perf_counter()
+        out, inp = request.out, request.inp
+        assert out is not None
+        move, group, wide = request.move, self.groups[request.move.step.axis], None
+        if out.dtype not in WIRE_DTYPES:  # a reduction of small integers
+            wide = (None if inp is None else inp.to(torch.int32), out.to(torch.int32))
+            inp, out = wide
+        op = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}[move.op]
+        if move.step.kind == "all_reduce":
+            work = dist.all_reduce(out, op, group=group, async_op=True)
+        elif move.step.kind == "all_gather":
+            work = _torch.all_gather_single(out, inp, group=group, async_op=True)
+        elif move.step.kind == "reduce_scatter":
+            work = _torch.reduce_scatter_single(out, inp, op=op, group=group, async_op=True)
+        else:
+            sizes = [n * move.scale for n in move.receives], [n * move.scale for n in move.sends]
+            work = dist.all_to_all_single(out, inp, *sizes, group=group, async_op=True)
+        self.seconds += time.perf_counter() - begun
+        return Pending(work, request, wide)
+
+    def wait(self, handle: Pending) -> None:
+        """Return when the collective is done.
+
+        Raises:
+            RuntimeFailure: another rank has failed (the message is its own), or is gone.
+        """
+        begun = time.perf_counter()
+        out = handle.request.out
+        assert out is not None
+        if out.device.type == "cuda":
+            handle.work.wait()
+        else:
+            self._poll(handle)
+        if handle.wide is not None:
+            out.copy_(handle.wide[1])
+        self.seconds += time.perf_counter() - begun
+
+    def _poll(self, handle: Pending) -> None:
+        while True:
+            try:
+                handle.work.wait(POLL)
+                return
+            except RuntimeError as error:
+                if handle.work.is_completed():
+                    if handle.work.is_success():
+                        return
+                    self._refuse(f"in {handle.request}: {error}", f"waiting in {handle.request.name}", patience=3.0)
+            self._refuse("", f"waiting in {handle.request.name}")
+
+    def _refuse(self, said: str, where: str, patience: float = 0.0) -> None:
+        """Raise the failure of another rank if there is one; with `said`, raise in any case, after some `patience`."""
+        until = time.monotonic() + patience
+        while True:
+            first = self.failure()
+            if first:
+                raise RuntimeFailure(f"rank {self.rank} stops, since another rank has failed\n{first}", where=where)
+            if time.monotonic() >= until:
+                break
+            time.sleep(0.1)
+        if said:
+            raise RuntimeFailure(
+                f"rank {self.rank} lost the other ranks {said}", where=where,
+                hint="see what the other ranks print; one of them was killed or cannot be reached",
+            )  # fmt: skip
+
+    def failure(self) -> str:
+        """What the first rank that failed has left, or nothing."""
+        if self.store is None:
+            return ""
+        with suppress(RuntimeError):  # the store may live in the process that died
+            if self.store.check([FAILED]):
+                return str(self.store.get(FAILED).decode())
+        return ""
+
+    def fail(self, error: BaseException) -> None:
+        """Tell the other ranks, and leave the groups: no pending collective may hold up this process."""
+        if self.store is None:
+            return
+        with suppress(RuntimeError):
+            self.store.compare_set(FAILED, "", f"{type(error).__name__}: {error}")
+        for group in self.groups.values():
+            with suppress(RuntimeError):
+                group.abort()
+
+    def drive(self, executor: Executor, run: Generator[Request, Any, Outcome]) -> Outcome:
+        """Run this rank to its end.
+
+        Raises:
+            RuntimeFailure: this rank failed, or another one; the groups cannot be used any more.
+        """
+        if first := self.failure():
+            raise RuntimeFailure(f"rank {self.rank} cannot run: an earlier step failed\n{first}", hint="start all ranks anew")
+        cuda = executor.device.type == "cuda"
+        self.seconds, begun = 0.0, time.perf_counter()
+        if cuda:
+            torch.cuda.reset_peak_memory_stats(executor.device)
+            before = torch.cuda.memory_allocated(executor.device)
+        try:
+            with execution(executor.device):
+                outcome: Outcome = drive(run, self)
+            if cuda:
+                self._finish(executor.device)
+        except BaseException as error:
+            self.fail(error)
+            raise
+        total, profile = time.perf_counter() - begun, executor.profile
+        if cuda and profile is not None:
+            outcome.stats.peak_bytes = profile.base + torch.cuda.max_memory_allocated(executor.device) - before
+        outcome.stats.seconds |= {"compute": total - self.seconds, "communication": self.seconds}
+        return outcome
+
+    def _finish(self, device: torch.device) -> None:
+        """Wait for the device; a peer that fails meanwhile would leave its collectives hanging."""
+        done = torch.cuda.Event()
+        done.record(torch.cuda.current_stream(device))
+        checked = time.monotonic()
+        while not done.query():
+            time.sleep(0.0002)
+            if time.monotonic() - checked > POLL.total_seconds():
+                self._refuse("", "waiting for the device")
+                checked = time.monotonic()
