@@ -116,7 +116,7 @@ def _part(whole: Tensor, spec: ShardSpec, mesh: Mesh, coord: Coord) -> Tensor:
 
 
 def _dropout(x: Tensor, mask: Tensor, p: float) -> tuple[Tensor, Tensor]:
-    return x * mask * (0.0 if p == 1 else 1 / (1 - p)), mask
+    return x * (mask.to(x.dtype) * (0.0 if p == 1 else 1 / (1 - p))), mask  # rounds as torch does
 
 
 def _sampled(keys: Tensor, weights: Tensor, count: int) -> Tensor:
@@ -349,11 +349,12 @@ class TorchStream:
             if call.given["train"] is False:
                 return x.clone(), torch.ones_like(x, dtype=torch.bool)
             return _dropout(x, part(whole(torch.bool).bernoulli_(1 - p, generator=g)), p)
-        if call.kind == "bernoulli":
+        if call.kind == "bernoulli":  # fills row by row in whatever layout
             chance = call.probability
             if isinstance(chance, Tensor):  # torch compares a uniform double for each element with its p
-                return (part(whole(torch.float64).uniform_(generator=g)) < chance.to(device)).to(dtype)
-            return part(whole().bernoulli_(float(chance), generator=g))
+                u = torch.empty(spec.shape, dtype=torch.float64, device=g.device).uniform_(generator=g)
+                return (part(u) < chance.to(device)).to(dtype)
+            return part(torch.empty(spec.shape, dtype=dtype, device=g.device).bernoulli_(float(chance), generator=g))
         if call.kind == "normal":
             mean, std = call.moments()
             if isinstance(mean, Tensor) or isinstance(std, Tensor):
