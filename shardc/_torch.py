@@ -169,8 +169,8 @@ def local_of(t: Any) -> Tensor:
     assert isinstance(out, Tensor)
     return out
 
-BELOW_FUNCTIONAL: Any = lookup("torch._C", "_TorchDispatchModeKey").PROXY
-"""The slot of the mode stack between functionalisation and fake tensors."""
+BELOW_FUNCTIONAL: Any = lookup("torch._C", "_TorchDispatchModeKey").FAKE
+"""The slot of the mode stack below functionalisation."""
 
 without_modes: Callable[[], contextlib.AbstractContextManager[Any]] = lookup("torch.utils._python_dispatch", "_disable_current_modes")
 """Suspends all dispatch modes while inside."""

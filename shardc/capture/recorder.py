@@ -1,0 +1,250 @@
+"""The recorder: a dispatch mode below functionalisation that writes every operator into an `fx.Graph` with what is known of it.
+
+It sits between `FunctionalTensorMode` (above) and fake tensors (below), so what it sees is functional ATen at global shapes,
+forward and backward alike. Owner and source line come from the Python frames; backward nodes take those of the forward node
+with the same autograd sequence number.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from shardc import _torch
+from shardc.capture.lines import Place, place
+from shardc.capture.numbers import Number, is_symbol, symbol
+from shardc.errors import CaptureError
+from shardc.program import Draw, Info, Phase, TensorType, Types, op_name
+
+aten = torch.ops.aten
+SMALL_CONSTANT = 16
+_LIFTS = (aten.lift_fresh_copy.default, aten.lift_fresh.default)
+
+
+class Recorder(TorchDispatchMode):
+    """See the module docstring. One recorder serves one trace.
+
+    Args:
+        fake_mode: the mode that computes shapes.
+        module_names: id of a module -> its path.
+    """
+
+    def __init__(self, fake_mode: FakeTensorMode, module_names: dict[int, str]) -> None:
+        super().__init__()
+        self.fake_mode, self.module_names = fake_mode, module_names
+        self.graph = fx.Graph()
+        self.info: dict[fx.Node, Info] = {}
+        self.draws: dict[fx.Node, Draw] = {}
+        self.guards: list[tuple[fx.Node, Any]] = []
+        self.constants: dict[str, Tensor] = {}
+        self.saw_backward = False
+        self._nodes: dict[int, tuple[FakeTensor, fx.Node]] = {}  # the tensor is kept, so that its id stays its own
+        self._by_seq: dict[int, Place] = {}
+        self._last_backward = Place("", "")
+        self._mode_key = _torch.BELOW_FUNCTIONAL
+        self.const_nodes: dict[str, fx.Node] = {}
+        self._last_input: fx.Node | None = None
+        self._last_number: fx.Node | None = None
+
+    # -- placeholders --------------------------------------------------------------------------------------------------
+
+    def placeholder(self, path: str, type_: Types) -> fx.Node:
+        """A new tensor input of the graph, after the ones made before and ahead of the numbers."""
+        with self.graph.inserting_after(self._last_input):
+            node = self._last_input = self.graph.placeholder(_identifier(path))
+        self.info[node] = Info(type_, module=path)
+        return node
+
+    def number(self, path: str) -> fx.Node:
+        """A new number input of the graph."""
+        with self.graph.inserting_after(self._last_number or self._last_input):
+            node = self._last_number = self.graph.placeholder(_identifier(path))
+        self.info[node] = Info(None, module=path)
+        return node
+
+    def input_tensor(self, path: str, real: Tensor, shape: tuple[int, ...], stride: tuple[int, ...]) -> FakeTensor:
+        """A fake tensor that stands for the placeholder `path`."""
+        with _torch.without_modes(), self.fake_mode:
+            fake = torch.empty_strided(shape, stride, dtype=real.dtype, device="cpu")
+        assert isinstance(fake, FakeTensor)
+        self.bind(fake, self.placeholder(path, TensorType.of(fake)))
+        return fake
+
+    def bind(self, fake: FakeTensor, node: fx.Node) -> None:
+        self._nodes[id(fake)] = (fake, node)
+
+    def node_of(self, fake: Tensor) -> fx.Node | None:
+        """The node whose value a fake tensor is."""
+        found = self._nodes.get(id(fake))
+        return found[1] if found else None
+
+    # -- numbers -------------------------------------------------------------------------------------------------------
+
+    def number_op(self, target: Callable[..., Any], args: tuple[Any, ...]) -> fx.Node:
+        phase, where = self._place([a for a in args if isinstance(a, fx.Node)])
+        node = self.graph.call_function(target, args)
+        self.info[node] = Info(None, phase, where.module, where.line)
+        return node
+
+    def guard(self, node: fx.Node, value: float | int | bool) -> None:
+        self.guards.append((node, value))
+
+    def line(self) -> str:
+        return place(self.module_names).line
+
+    # -- operators -----------------------------------------------------------------------------------------------------
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _LIFTS and not isinstance(args[0], FakeTensor):
+            return self._lift(args[0])
+        if func is aten._local_scalar_dense.default:
+            return self._item(args[0])
+        if func._schema.is_mutable:
+            raise CaptureError(f"{op_name(func)} changes a tensor in place and torch has no functional form of it", where=self.line())
+        device = kwargs.get("device")
+        if device is not None and torch.device(device).type not in ("cpu", "meta"):
+            kwargs = {**kwargs, "device": torch.device("cpu")}
+        inputs: list[fx.Node] = []
+
+        def as_node(x: Any) -> Any:
+            if isinstance(x, Tensor):
+                node = self.node_of(x)
+                if node is None:
+                    raise self._stranger(x, func)
+                inputs.append(node)
+                return node
+            if is_symbol(x):
+                number: Number = x.node
+                if number.constant is not None:
+                    return number.constant
+                assert number.fx_node is not None
+                inputs.append(number.fx_node)
+                return number.fx_node
+            if isinstance(x, (list, tuple)):
+                return [as_node(y) for y in x]
+            if isinstance(x, torch.Generator):
+                raise CaptureError(f"{op_name(func)} draws from a generator of its own", where=self.line(),
+                                   hint="draw from torch's default generator")  # fmt: skip
+            return x
+
+        node_args = tuple(as_node(a) for a in args)
+        node_kwargs = {k: as_node(v) for k, v in kwargs.items()}
+        with self.fake_mode:
+            out = func(*_hints(args), **{k: _hints(v) for k, v in kwargs.items()})
+        phase, where = self._place(inputs)
+        node = self.graph.call_function(func, node_args, node_kwargs)
+        self.info[node] = Info(_types(out), phase, where.module, where.line)
+        self._bind_results(node, out)
+        if _torch.is_random(func):
+            self.draws[node] = Draw(len(self.draws))
+        return out
+
+    def _bind_results(self, node: fx.Node, out: Any) -> None:
+        info = self.info[node]
+        if isinstance(out, Tensor):
+            if id(out) not in self._nodes:
+                assert isinstance(out, FakeTensor)
+                self.bind(out, node)
+        elif isinstance(out, (list, tuple)):
+            for i, item in enumerate(out):
+                if isinstance(item, FakeTensor) and id(item) not in self._nodes:
+                    part = self.graph.call_function(operator.getitem, (node, i))
+                    self.info[part] = info.but(type=TensorType.of(item))
+                    self.bind(item, part)
+
+    def _lift(self, real: Tensor) -> Tensor:
+        """A tensor that the code makes from Python data."""
+        phase, where = self._place([])
+        with self.fake_mode:
+            fake = torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device="cpu")
+        assert isinstance(fake, FakeTensor)
+        flat = real.reshape(-1)
+        if real.numel() == 0 or bool((flat == flat[0]).all()):
+            value = flat[0].item() if real.numel() else 0
+            node = self.graph.call_function(
+                aten.full.default, (list(real.shape), value), {"dtype": real.dtype, "device": torch.device("cpu"), "pin_memory": False}
+            )
+            self.info[node] = Info(TensorType.of(fake), phase, where.module, where.line)
+        else:
+            path = f"const[{len(self.constants)}]"
+            self.constants[path] = real.detach().clone()
+            node = self.const_nodes[path] = self.placeholder(path, TensorType.of(fake))
+        self.bind(fake, node)
+        return fake
+
+    def _item(self, x: Tensor) -> Any:
+        """`.item()`: a number that the host does not know before the step runs."""
+        source = self.node_of(x)
+        if source is None:
+            raise self._stranger(x, aten._local_scalar_dense.default)
+        pytype = bool if x.dtype == torch.bool else float if x.dtype.is_floating_point else int
+        if source.target is aten.full.default and isinstance(source.args[1], (bool, int, float)):
+            return pytype(source.args[1])
+        phase, where = self._place([source])
+        node = self.graph.call_function(aten._local_scalar_dense.default, (source,))
+        self.info[node] = Info(None, phase, where.module, where.line)
+        return symbol(Number(self, node, pytype, None))
+
+    def _stranger(self, x: Tensor, func: Any) -> CaptureError:
+        what = "parameter" if isinstance(x, torch.nn.Parameter) else "tensor"
+        return CaptureError(
+            f"{op_name(func)} reads a {what} of shape {tuple(x.shape)} that is neither reached from the arguments nor named in the "
+            "step's code, so it cannot be state of the program",
+            where=self.line(),
+            hint="pass the object that holds it as an argument of the step",
+        )
+
+    # -- where we are --------------------------------------------------------------------------------------------------
+
+    def _place(self, inputs: list[fx.Node]) -> tuple[Phase, Place]:
+        if _torch.in_backward():
+            self.saw_backward = True
+            seq = _torch.backward_sequence_number()
+            where = self._by_seq.get(seq) if seq is not None else None
+            if where is None:
+                where = self._last_backward
+            self._last_backward = where
+            return Phase.BACKWARD, where
+        where = place(self.module_names)
+        self._by_seq.setdefault(_torch.sequence_number() - 1, where)
+        return self._phase(where, inputs), where
+
+    def _phase(self, where: Place, inputs: list[fx.Node]) -> Phase:
+        """Update: in an optimizer's step, or on gradients and updated values outside of a module's forward."""
+        if where.optimizer:
+            return Phase.UPDATE
+        if where.module or not self.saw_backward:
+            return Phase.FORWARD
+        if not torch.is_grad_enabled():
+            return Phase.UPDATE
+        return Phase.UPDATE if any(self.info[n].phase is not Phase.FORWARD for n in inputs) else Phase.FORWARD
+
+
+def _hints(x: Any) -> Any:
+    """Arguments with symbols replaced by the numbers they have now (shapes do not depend on them)."""
+    if is_symbol(x):
+        hint = x.node._hint
+        return x.node.pytype(1) if hint is None else hint
+    if isinstance(x, (list, tuple)):
+        return type(x)(_hints(y) for y in x)
+    return x
+
+
+def _types(out: Any) -> Types:
+    if isinstance(out, Tensor):
+        return TensorType.of(out)
+    if isinstance(out, (list, tuple)):
+        return tuple(TensorType.of(x) if isinstance(x, Tensor) else None for x in out)
+    return None
+
+
+def _identifier(path: str) -> str:
+    name = "".join(c if c.isalnum() else "_" for c in path).strip("_")
+    return name if name and not name[0].isdigit() else f"arg_{name}"

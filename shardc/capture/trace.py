@@ -1,0 +1,345 @@
+"""One trace of the step over its twin: from the user's function to a `Program`."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
+
+from shardc import _torch, ops
+from shardc.capture.checks import check_storages_and_devices, refusals
+from shardc.capture.effects import Effects, after
+from shardc.capture.numbers import Number, is_symbol, symbol
+from shardc.capture.recorder import Recorder
+from shardc.capture.results import flatten
+from shardc.capture.results import rebuild as _rebuild
+from shardc.capture.twin import Twin
+from shardc.capture.world import World
+from shardc.errors import CaptureError
+from shardc.program import Program, Slot, SlotKind, TensorType
+
+
+@dataclass
+class Captured:
+    """A step as a program.
+
+    Args:
+        program: functional, at global shapes, without specs.
+        effects: what a run changes in the user's objects beyond the slots written in place.
+        constants: tensors that the code made from Python data, or that it reaches in places that are not walked; inputs of the
+            program under the same names (``const[0]``).
+        guards: conditions on the numbers that this program was captured under, see `admits`.
+    """
+
+    program: Program
+    effects: Effects
+    constants: dict[str, Tensor] = field(default_factory=dict)
+    guards: list[tuple[fx.Node, Any]] = field(default_factory=list)
+
+    def admits(self, numbers: dict[str, float]) -> bool:
+        """Whether the decisions Python took on numbers (``if weight_decay != 0``) come out the same for these numbers."""
+        env: dict[fx.Node, Any] = {}
+        by_node = {node: path for path, node in self._guard_numbers.items()}
+
+        def value(node: Any) -> Any:
+            if not isinstance(node, fx.Node):
+                return node
+            if node not in env:
+                if node in by_node:
+                    env[node] = numbers[by_node[node]]
+                else:
+                    env[node] = node.target(*map(value, node.args))  # type: ignore[operator]
+            return env[node]
+
+        return all(_alike(value(node), expected) for node, expected in self.guards)
+
+    _guard_numbers: dict[str, fx.Node] = field(default_factory=dict)
+
+    def rebuild(self, values: list[Any]) -> Any:
+        """The step's result from the values of `program.results`."""
+        assert self.program.returns is not None
+        return _rebuild(self.program.returns, values)
+
+
+def _alike(value: Any, expected: Any) -> bool:
+    return bool(value == expected) or (value != value and expected != expected)
+
+
+def capture(
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    world: World,
+    input_types: dict[str, TensorType] | None = None,
+) -> Captured:
+    """Trace one call of the step; nothing of the user's is changed, no tensor is computed or allocated.
+
+    Args:
+        fn: the step.
+        args: its positional arguments, real or meta tensors, DTensors where state is sharded.
+        kwargs: its keyword arguments.
+        world: `observe(fn, args, kwargs)`.
+        input_types: global types of inputs of which the arguments hold a part.
+
+    Raises:
+        CaptureError: the step does something that a program cannot hold; names what and the line.
+    """
+    check_storages_and_devices(world)
+    return _Trace(fn, args, kwargs, world, input_types or {}).run()
+
+
+class _Trace:
+    def __init__(
+        self, fn: Callable[..., Any], args: Any, kwargs: Any, world: World, input_types: dict[str, TensorType]
+    ) -> None:
+        self.fn, self.args, self.kwargs, self.world, self.input_types = fn, args, kwargs, world, input_types
+        self.fake_mode = FakeTensorMode(allow_non_fake_inputs=False)
+        self.module_names: dict[int, str] = {}
+        self.recorder = Recorder(self.fake_mode, self.module_names)
+        self.twin = Twin(self._unknown_tensor, world.outside)
+        self.program = Program(self.recorder.graph, self.recorder.info)
+        self.versions = self.program.versions
+        self.slot_twins: dict[str, FunctionalTensor] = {}
+        self.input_twins: dict[str, FunctionalTensor] = {}
+
+    # -- the twin world ------------------------------------------------------------------------------------------------
+
+    def run(self) -> Captured:
+        world = self.world
+        with self._modes(), refusals(self.module_names):
+            self._placeholders()
+            args, kwargs = self._copy(self.args), {k: self._copy(v) for k, v in self.kwargs.items()}
+            arguments = {name: self._copy(value) for name, value in world.arguments.items()}
+            fn = self._copy(self.fn)
+            self._hooks()
+            self._numbers()
+            for ident, path in world.modules.items():
+                self.module_names[id(self.twin.memo[ident])] = path
+            with self._optimizer_flags(), _host_random():
+                result = fn(*args, **kwargs)
+            effects = after(self, arguments)
+            self._poll()
+            self._results(result)
+        self._finish(effects)
+        numbers = {path: node for path, node in self.program.numbers.items()}
+        return Captured(self.program, effects, self.recorder.constants, self.recorder.guards, numbers)
+
+    def _copy(self, obj: Any) -> Any:
+        return self.twin.copy(obj)
+
+    @contextlib.contextmanager
+    def _modes(self) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(torch.autograd.set_multithreading_enabled(False))
+            stack.enter_context(torch.random.fork_rng(devices=[]))
+            stack.enter_context(self.recorder)
+            self.functional_mode = stack.enter_context(FunctionalTensorMode())
+            stack.enter_context(ops.sdpa_mode())
+            stack.enter_context(ops.optimizer_kernels())
+            yield
+
+    def _placeholders(self) -> None:
+        program, memo = self.program, self.twin.memo
+        for path, ref in self.world.slots.items():
+            real = ref.get()
+            twin = self._stand_in(path, real, tuple(real.shape), tuple(real.stride()))
+            self.slot_twins[path] = twin
+            node = self.recorder.node_of(_torch.current_value(twin))
+            assert node is not None
+            program.entry[path] = node
+            self.versions[node] = path
+            memo[id(real)] = twin
+            type_ = TensorType.of(_torch.current_value(twin))
+            program.slots[path] = Slot(path, ref.kind, type_, ref.of, tuple(ref.aliases), ref.trainable)
+        for path, ref in self.world.slots.items():
+            if ref.kind is SlotKind.GRADIENT:
+                self.slot_twins[ref.of].grad = self.slot_twins[path]
+        for path, real in self.world.inputs.items():
+            given = self.input_types.get(path)
+            shape = given.shape if given else tuple(real.shape)
+            stride = tuple(real.stride()) if given is None else given.stride or _contiguous(given.shape)
+            twin = self._stand_in(path, real, shape, stride)
+            self.input_twins[path] = twin
+            node = self.recorder.node_of(_torch.current_value(twin))
+            assert node is not None
+            program.inputs[path] = node
+            memo[id(real)] = twin
+
+    def _stand_in(self, path: str, real: Tensor, shape: tuple[int, ...], stride: tuple[int, ...]) -> FunctionalTensor:
+        fake = self.recorder.input_tensor(path, real, shape, stride)
+        twin = _torch.functional(fake)
+        twin.requires_grad_(real.requires_grad)
+        if isinstance(real, torch.nn.Parameter):
+            twin._is_param = True  # type: ignore[attr-defined]
+        return twin
+
+    def _unknown_tensor(self, real: Tensor) -> Tensor:
+        """A tensor in a place that is not walked (an attribute of a foreign object): an input by its own name."""
+        if real.requires_grad or type(real) not in (Tensor, torch.nn.Parameter):
+            raise CaptureError(
+                f"a tensor of shape {tuple(real.shape)} that requires grad is reached through an object that is not walked",
+                hint="pass the object that holds it as an argument of the step",
+            )
+        path = f"const[{len(self.recorder.constants)}]"
+        self.recorder.constants[path] = real
+        twin = self._stand_in(path, real, tuple(real.shape), tuple(real.stride()))
+        self.input_twins[path] = twin
+        node = self.recorder.node_of(_torch.current_value(twin))
+        assert node is not None
+        self.recorder.const_nodes[path] = node
+        return twin
+
+    def _hooks(self) -> None:
+        """User's hooks on tensors, then ours: it records the gradient that a backward leaves."""
+        for path, ref in self.world.slots.items():
+            if ref.kind is SlotKind.GRADIENT:
+                continue
+            real, twin = ref.get(), self.slot_twins[path]
+            for name, value in _own_attributes(real):
+                setattr(twin, name, self._copy(value))
+            if not real.requires_grad:
+                continue
+            for hook in (real._backward_hooks or {}).values():
+                twin.register_hook(self._copy(hook))
+            twin.register_post_accumulate_grad_hook(self._gradient_hook(path))
+            for hook in (real._post_accumulate_grad_hooks or {}).values():
+                twin.register_post_accumulate_grad_hook(self._copy(hook))
+
+    def _gradient_hook(self, path: str) -> Callable[[Tensor], None]:
+        def hook(param: Tensor) -> None:
+            grad = param.grad
+            if isinstance(grad, FunctionalTensor):
+                self._version(f"{path}.grad", grad)
+
+        return hook
+
+    def _version(self, path: str, twin: FunctionalTensor) -> fx.Node | None:
+        node = self.recorder.node_of(_torch.current_value(twin))
+        if node is not None:
+            self.versions.setdefault(node, path)
+        return node
+
+    def _poll(self) -> None:
+        """Record the values that slots have now as versions."""
+        for path, twin in self.slot_twins.items():
+            self._version(path, twin)
+
+    def _numbers(self) -> None:
+        for path, (holder, key, index) in self.world.number_holders.items():
+            value = self.world.numbers[path]
+            node = self.recorder.number(path)
+            self.program.numbers[path] = node
+            sym = symbol(Number(self.recorder, node, type(value), value))
+            twin = self.twin.memo[id(holder)]
+            if index is None:
+                twin[key] = sym
+            else:
+                old = twin[key]
+                new = [*old[:index], sym, *old[index + 1 :]]
+                twin[key] = tuple(new) if isinstance(old, tuple) else new
+
+    @contextlib.contextmanager
+    def _optimizer_flags(self) -> Iterator[None]:
+        """Optimizers run their loop path in the twin; the flags are put back before the world is compared."""
+        saved: list[tuple[dict[str, Any], str, Any]] = []
+        for optimizer in self.world.optimizers.values():
+            twin = self.twin.memo[id(optimizer)]
+            for group in twin.param_groups:
+                for flag in ("foreach", "fused"):
+                    if flag in group:
+                        saved.append((group, flag, group[flag]))
+                        group[flag] = False
+        try:
+            yield
+        finally:
+            for group, flag, value in saved:
+                group[flag] = value
+
+    # -- results -------------------------------------------------------------------------------------------------------
+
+    def _results(self, result: Any) -> None:
+        program = self.program
+        state = {id(t): path for path, t in self.slot_twins.items()}
+
+        def leaf(x: Any, path: str) -> tuple[str, Any]:
+            if isinstance(x, Tensor):
+                if id(x) in state and program.slots[state[id(x)]].kind is SlotKind.PARAMETER:
+                    raise CaptureError(f"the step returns the parameter {state[id(x)]} itself ({path})",
+                                       where=state[id(x)], hint="return a detached clone of it")  # fmt: skip
+                if not isinstance(x, FunctionalTensor):
+                    return "const", x
+                node = self.recorder.node_of(_torch.current_value(x))
+                assert node is not None
+            elif is_symbol(x):
+                if x.node.constant is not None:
+                    return "const", x.node.constant
+                node = x.node.fx_node
+            else:
+                return "const", x
+            program.results.append(node)
+            return "node", len(program.results) - 1
+
+        program.returns = flatten(result, leaf)
+
+    def _finish(self, effects: Effects) -> None:
+        program = self.program
+        program.draws.update(self.recorder.draws)
+        program.inputs.update(self.recorder.const_nodes)
+        program.set_output()
+        _remove_dead(program, {n for n, _ in self.recorder.guards})
+        order = {n: i for i, n in enumerate(n for n in program.graph.nodes if n in program.draws)}
+        for node, i in order.items():
+            program.draws[node] = type(program.draws[node])(i)
+
+
+def _remove_dead(program: Program, keep: set[fx.Node]) -> None:
+    """Drop nodes nobody reads. Draws stay: a generator advances whether or not the numbers are used."""
+    for node in reversed(list(program.graph.nodes)):
+        if node.op == "call_function" and not node.users and node not in program.draws and node not in keep:
+            for table in (program.info, program.versions):
+                table.pop(node, None)  # type: ignore[attr-defined]
+            program.graph.erase_node(node)
+
+
+def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
+    out, n = [], 1
+    for size in reversed(shape):
+        out.append(n)
+        n *= max(size, 1)
+    return tuple(reversed(out))
+
+
+def _own_attributes(real: Tensor) -> Iterator[tuple[str, Any]]:
+    """Attributes that the user set on a tensor."""
+    if type(real) in (Tensor, torch.nn.Parameter, torch.nn.Buffer):
+        yield from ((k, v) for k, v in real.__dict__.items() if not k.startswith("_"))
+
+
+@contextlib.contextmanager
+def _host_random() -> Iterator[None]:
+    """Python's and numpy's generators must not be drawn from: their numbers would be frozen into the program."""
+    python, numpys = random.getstate(), numpy.random.get_state()
+    try:
+        yield
+        names = [
+            name
+            for name, same in (
+                ("Python's random", random.getstate() == python),
+                ("numpy.random", all(numpy.array_equal(a, b) for a, b in zip(numpy.random.get_state(), numpys, strict=True))),
+            )
+            if not same
+        ]
+    finally:
+        random.setstate(python)
+        numpy.random.set_state(numpys)
+    if names:
+        raise CaptureError(f"the step draws from {names[0]}, which the program cannot repeat",
+                           hint="draw with torch, or outside of the step and pass the value")  # fmt: skip

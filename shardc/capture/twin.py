@@ -1,0 +1,188 @@
+"""The twin: a second Python world over fake tensors, in which the step is traced so that nothing of the user's is touched.
+
+Every container, object and function that can lead to state is copied once, tensors are replaced by stand-ins, and everything
+else is shared. `copy.deepcopy` does not do: optimizers drop attributes under it and functions are atoms to it.
+"""
+
+from __future__ import annotations
+
+import collections
+import copy
+import functools
+import types
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+from shardc.capture.lines import is_user_code
+from shardc.capture.names import Resolved
+from shardc.capture.world import ATOMS, attributes, descends
+
+_SHARED = (type, types.ModuleType, types.BuiltinFunctionType, types.CodeType, frozenset, range, slice, property)
+
+
+class Twin:
+    """Copies objects; `memo` maps the id of an original to its copy.
+
+    Args:
+        tensor: makes the stand-in of a tensor.
+        outside: variables that the step's code names, to be replaced in copied functions.
+    """
+
+    def __init__(self, tensor: Callable[[Tensor], Tensor], outside: list[Resolved]) -> None:
+        self.tensor, self.memo = tensor, dict[int, Any]()
+        self.originals: list[Any] = []  # kept alive: ids are keys
+        self._globals: dict[int, tuple[dict[str, Any], dict[str, Any]]] = {}
+        self._outside: dict[int, list[Resolved]] = {}
+        for found in outside:
+            if found.key:
+                self._outside.setdefault(id(found.holder), []).append(found)
+
+    def copy(self, obj: Any) -> Any:
+        """The twin of `obj`: `obj` itself if it cannot lead to state."""
+        if isinstance(obj, ATOMS):
+            return obj
+        known = self.memo.get(id(obj))
+        if known is not None:
+            return known
+        if isinstance(obj, Tensor):
+            return self._remember(obj, self.tensor(obj))
+        if isinstance(obj, _SHARED):
+            return obj
+        if isinstance(obj, types.FunctionType):
+            return self._function(obj)
+        if isinstance(obj, types.MethodType):
+            return types.MethodType(self.copy(obj.__func__), self.copy(obj.__self__))
+        if isinstance(obj, types.CellType):
+            return self._cell(obj)
+        if isinstance(obj, weakref.ref):
+            target = obj()
+            return obj if target is None else weakref.ref(self.copy(target))
+        if isinstance(obj, functools.partial):
+            return functools.partial(self.copy(obj.func), *map(self.copy, obj.args), **{k: self.copy(v) for k, v in obj.keywords.items()})
+        if isinstance(obj, dict):
+            return self._dict(obj)
+        if isinstance(obj, (list, set, collections.deque)):
+            return self._collection(obj)
+        if isinstance(obj, tuple):
+            parts = [self.copy(x) for x in obj]
+            if all(a is b for a, b in zip(parts, obj, strict=True)):
+                return obj
+            return type(obj)(*parts) if hasattr(obj, "_fields") else type(obj)(parts)
+        return self._object(obj) if descends(type(obj)) else obj
+
+    def _remember(self, obj: Any, twin: Any) -> Any:
+        self.memo[id(obj)] = twin
+        self.originals.append(obj)
+        return twin
+
+    def _dict(self, obj: dict[Any, Any]) -> Any:
+        cls = type(obj)
+        if isinstance(obj, collections.defaultdict):
+            twin: Any = cls(obj.default_factory)
+        else:
+            twin = cls.__new__(cls)
+            if isinstance(obj, collections.OrderedDict):
+                collections.OrderedDict.__init__(twin)
+        self._remember(obj, twin)
+        put = collections.OrderedDict.__setitem__ if isinstance(obj, collections.OrderedDict) else dict.__setitem__
+        for k, v in obj.items():
+            put(twin, self.copy(k) if isinstance(k, Tensor) else k, self.copy(v))
+        for name, value in getattr(obj, "__dict__", {}).items():
+            twin.__dict__[name] = self.copy(value)
+        return twin
+
+    def _collection(self, obj: Any) -> Any:
+        cls = type(obj)
+        twin = self._remember(obj, cls(maxlen=obj.maxlen) if isinstance(obj, collections.deque) else cls.__new__(cls))
+        if isinstance(obj, set):
+            twin.update(self.copy(x) for x in obj)
+        else:
+            twin.extend(self.copy(x) for x in obj)
+        for name, value in getattr(obj, "__dict__", {}).items():
+            twin.__dict__[name] = self.copy(value)
+        return twin
+
+    def _object(self, obj: Any) -> Any:
+        cls = type(obj)
+        try:
+            twin = cls.__new__(cls) if isinstance(obj, nn.Module) else object.__new__(cls)
+        except TypeError:
+            twin = copy.copy(obj)
+        self._remember(obj, twin)
+        for name, value in attributes(obj):
+            value = self.copy(value)
+            if name in getattr(obj, "__dict__", {}):
+                twin.__dict__[name] = value
+            else:
+                object.__setattr__(twin, name, value)
+        return twin
+
+    # -- functions -----------------------------------------------------------------------------------------------------
+
+    def _cell(self, cell: types.CellType) -> types.CellType:
+        known = self.memo.get(id(cell))
+        if known is not None:
+            return known  # type: ignore[no-any-return]
+        twin = self._remember(cell, types.CellType())
+        try:
+            twin.cell_contents = self.copy(cell.cell_contents)
+        except ValueError:
+            return twin  # type: ignore[no-any-return]  # an empty cell
+        return twin  # type: ignore[no-any-return]
+
+    def _function(self, fn: types.FunctionType) -> types.FunctionType:
+        """A function over copied cells and, where its code names state, over a copy of its globals."""
+        names = self._outside.get(id(fn.__globals__)) if is_user_code(fn.__code__) else None
+        if not fn.__closure__ and not names:
+            return fn
+        closure = tuple(self._cell(c) for c in fn.__closure__ or ())
+        same = all(_same(a, b) for a, b in zip(closure, fn.__closure__ or (), strict=True))
+        if same and not names:
+            return self._remember(fn, fn)  # type: ignore[no-any-return]
+        scope, missing = self._scope(fn.__globals__) if names else (fn.__globals__, [])
+        twin = types.FunctionType(fn.__code__, scope, fn.__name__, fn.__defaults__, closure or None)
+        self._remember(fn, twin)
+        twin.__kwdefaults__ = fn.__kwdefaults__
+        twin.__dict__.update(fn.__dict__)
+        twin.__qualname__, twin.__module__ = fn.__qualname__, fn.__module__
+        for found in missing:
+            scope[found.key] = self.copy(found.value)
+        return twin
+
+    def _scope(self, real: dict[str, Any]) -> tuple[dict[str, Any], list[Resolved]]:
+        """The copy of a dict of globals, and the names in it that are still to be replaced."""
+        known = self._globals.get(id(real))
+        if known is not None:
+            return known[0], []
+        scope = dict(real)
+        self._globals[id(real)] = (scope, dict(real))
+        return scope, self._outside[id(real)]
+
+    def namespace(self, holder: Any) -> Any:
+        """The twin of a closure cell or of a dict of globals (the original where it was not copied)."""
+        if isinstance(holder, dict):
+            return self._globals[id(holder)][0] if id(holder) in self._globals else holder
+        return self.memo.get(id(holder), holder)
+
+    def rebound_globals(self) -> list[str]:
+        """Names of globals that the step assigned."""
+        out: list[str] = []
+        for scope, before in self._globals.values():
+            for name, value in scope.items():
+                old = before.get(name, _ABSENT)
+                if value is not old and value is not self.memo.get(id(old), _ABSENT) and not isinstance(value, types.MethodType):
+                    out.append(name)
+        return out
+
+
+_ABSENT = object()
+
+
+def _same(a: types.CellType, b: types.CellType) -> bool:
+    try:
+        return a.cell_contents is b.cell_contents
+    except ValueError:
+        return True
