@@ -54,17 +54,20 @@ PROFILES: dict[str, DeviceProfile] = {
     "cpu": DeviceProfile(
         "cpu", {_F64: 2.5e10, _F32: 5e10, _BF16: 2.5e10, _F16: 1e10}, 16 * 2**30, 8e9, 4e-6, 64, 1.5e9, 6e-5, 1e9, 2e-4,
     ),
-    # NVIDIA A100 SXM4 80 GB: NVLink 3 300 GB/s each way, 200 Gb/s a device between nodes. float32 without TF32, torch's default.
+    # NVIDIA A100 SXM4 80 GB: NVLink 3 300 GB/s each way, 200 Gb/s a device between nodes. float32 without TF32.
     "A100": DeviceProfile(
-        "A100", {_F64: 19.5e12, _F32: 19.5e12, _BF16: 312e12, _F16: 312e12}, 80 * 10**9, 2.04e12, 5e-6, 8, 300e9, 3e-6, 25e9, 1.2e-5,
+        "A100", {_F64: 19.5e12, _F32: 19.5e12, _BF16: 312e12, _F16: 312e12},
+        80 * 10**9, 2.04e12, 5e-6, 8, 300e9, 3e-6, 25e9, 1.2e-5,
     ),
     # NVIDIA H100 SXM5: NVLink 4 450 GB/s each way, 400 Gb/s a device between nodes.
     "H100": DeviceProfile(
-        "H100", {_F64: 67e12, _F32: 67e12, _BF16: 989e12, _F16: 989e12}, 80 * 10**9, 3.35e12, 5e-6, 8, 450e9, 3e-6, 50e9, 1e-5,
+        "H100", {_F64: 67e12, _F32: 67e12, _BF16: 989e12, _F16: 989e12},
+        80 * 10**9, 3.35e12, 5e-6, 8, 450e9, 3e-6, 50e9, 1e-5,
     ),
     # NVIDIA H200 SXM: an H100 with more and faster memory.
     "H200": DeviceProfile(
-        "H200", {_F64: 67e12, _F32: 67e12, _BF16: 989e12, _F16: 989e12}, 141 * 10**9, 4.8e12, 5e-6, 8, 450e9, 3e-6, 50e9, 1e-5,
+        "H200", {_F64: 67e12, _F32: 67e12, _BF16: 989e12, _F16: 989e12},
+        141 * 10**9, 4.8e12, 5e-6, 8, 450e9, 3e-6, 50e9, 1e-5,
     ),
 }  # fmt: skip
 

@@ -1,8 +1,8 @@
 """build: a scheduled, partitioned program -> the instruction list of a plan.
 
 Graph order is execution order. On top of the lowered nodes this file decides when state is overwritten (as early as no later
-instruction can see the old value), which operators work in place, where a copy is needed so that results and new state own their
-storage, and where registers die.
+instruction can see the old value), which operators work in place, where a copy is needed so that results and new state own
+their storage, and where registers die.
 """
 
 from __future__ import annotations

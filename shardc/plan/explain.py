@@ -51,8 +51,9 @@ def explain(plan: Plan, name: str) -> str:
 
 def _slot(plan: Plan, slot: Slot) -> str:
     n = plan.sizes.slot_bytes(slot)
+    frozen = ", frozen" if slot.kind == "parameter" and not slot.trainable else ""
     lines = [
-        f"{slot.path}: {slot.kind}{'' if slot.trainable or slot.kind != 'parameter' else ', frozen'} {slot.type}, {size(slot.type.nbytes)}",
+        f"{slot.path}: {slot.kind}{frozen} {slot.type}, {size(slot.type.nbytes)}",
         f"storage  {slot.storage}, {size(n)} per rank",
         f"compute  {slot.compute}",
     ]
@@ -167,7 +168,8 @@ def _line(plan: Plan, i: Instruction) -> list[str]:
     elif isinstance(i, Compute):
         op = i.op.removesuffix(".default")
     else:
-        op = f"{type(i).__name__.lower()} {i.slot if isinstance(i, (Read, Write, Delete)) else i.path if isinstance(i, Input) else ''}"
+        what = i.slot if isinstance(i, (Read, Write, Delete)) else i.path if isinstance(i, Input) else ""
+        op = f"{type(i).__name__.lower()} {what}"
     made = [f"{short(o.dtype)}{o.spec}" if o.dtype is not None else "number" for o in outs(i)]
     where = ", ".join(x for x in (i.phase, i.module, i.line) if x)
     return [f"%{i.name}", op, " ".join(made), sent, where]

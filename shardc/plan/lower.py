@@ -40,7 +40,7 @@ class Lowered:
 
 
 def target_name(target: Callable[..., Any] | str) -> str:
-    """The name under which the runtime finds a function: ``aten.mm.default``, ``operator.mul``, ``math.sqrt``, ``torch.sym_float``."""
+    """How the runtime finds a function: ``aten.mm.default``, ``operator.mul``, ``math.sqrt``, ``torch.sym_float``."""
     if isinstance(target, torch._ops.OpOverload):
         return str(target)
     module, name = getattr(target, "__module__", None), getattr(target, "__name__", None)

@@ -1,4 +1,4 @@
-"""Predicted memory of a plan: storage-level liveness over its instructions, at the coordinate that holds the largest parts.
+"""Predicted memory of a plan: a dry run of the executor on meta tensors, at the coordinate that holds the largest parts.
 
 What is counted is requested bytes of distinct storages: state and inputs when the step starts, then every allocation and every
 free in order. Chunks are cut so that coordinate (0, ..., 0) holds the largest part of every tensor.
@@ -10,11 +10,12 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from shardc.instructions import Compute, Input, Instruction, Out, Read, Reg, Return, Write
+from shardc.instructions import Collective, Compute, Input, Instruction, Out
 from shardc.mesh import Coord, Mesh
 from shardc.plan.alias import Aliases, outs
 from shardc.plan.roles import CATEGORIES, SLOT_CATEGORY, Roles
 from shardc.program import Slot
+from shardc.runtime import dry_run
 from shardc.spec import ShardSpec
 
 
@@ -84,56 +85,40 @@ class Sizes:
         return self.numel(spec) * slot.type.dtype.itemsize
 
 
-def profile(
+def predict_memory(
     instructions: Sequence[Instruction],
     slots: Mapping[str, Slot],
     entry: Sequence[str],
-    sizes: Sizes,
+    mesh: Mesh,
     aliases: Aliases,
     roles: Roles,
 ) -> Memory:
-    """Memory over the instructions.
+    """Memory over the instructions, from a run of the runtime's own executor on meta tensors.
 
     Args:
         slots: all slots of the plan.
         entry: paths of those that exist when the step starts.
+
+    Raises:
+        RuntimeFailure: an instruction whose results are not what the plan says.
     """
-    live: dict[str, int] = dict.fromkeys(CATEGORIES, 0)
-    slot_storage: dict[str, int] = {}
-    for path in entry:
-        live[SLOT_CATEGORY[slots[path].kind]] += sizes.slot_bytes(slots[path])
-        slot_storage[path] = -1
+    categories = {path: SLOT_CATEGORY[slot.kind] for path, slot in slots.items()}
     for i in instructions:
-        if isinstance(i, Input):
-            live["other"] += sizes.nbytes(i.out)
-    start = total = sum(live.values())
-    holders: dict[Reg, int] = {}
-    peak, at, best = start, instructions[0] if instructions else Instruction(name="start"), dict(live)
-    kept: set[Reg] = {aliases.root[r] for i in instructions if isinstance(i, Return) for r in i.results}
-    timeline = []
-    for i in instructions:
-        fresh = not isinstance(i, (Read, Input))
-        for o in outs(i):
-            root = aliases.root[o.reg]
-            holders[root] = holders.get(root, 0) + 1
-            if root == o.reg and fresh:
-                n = sizes.nbytes(o)
-                live[roles.category(root)] += n
-                total += n
-        timeline.append(Moment(i.name, total))
-        if total > peak:
-            peak, at, best = total, i, dict(live)
-        if isinstance(i, Write) and i.slot not in slot_storage:  # the slot takes the tensor: it stays, as state
-            root = aliases.root[i.src]
-            slot_storage[i.slot] = root
-            kept.add(root)
-        for reg in i.frees:
-            root = aliases.root[reg]
-            holders[root] -= 1
-            if holders[root] == 0 and root not in kept and root not in aliases.slot and root not in aliases.input:
-                n = sizes.nbytes(aliases.out[root])
-                live[roles.category(root)] -= n
-                total -= n
-    op = at.op if isinstance(at, Compute) else type(at).__name__.lower() if instructions else "start"
-    where = PeakAt(at.name, op.removesuffix(".default"), at.module, at.line)
-    return Memory(peak, best, where, tuple(timeline), start)
+        made = outs(i)
+        if made:
+            categories[i.path if isinstance(i, Input) else i.name] = roles.category(aliases.root[made[0].reg])
+    held = [slots[path] for path in entry]
+    state = {s.path: (s.storage or ShardSpec.replicated(s.type.shape), s.type.dtype) for s in held}
+    run = dry_run(instructions, mesh, slots=state, categories=categories)
+    at = next((i for i in instructions if i.name == run.peak_at), None)
+    where = PeakAt(run.peak_at or "start", _op(at), at.module if at else "", at.line if at else "")
+    by_category = {name: run.by_category.get(name, 0) for name in CATEGORIES}
+    return Memory(run.peak_bytes, by_category, where, tuple(Moment(n, b) for n, b in run.timeline), run.base)
+
+
+def _op(i: Instruction | None) -> str:
+    if i is None:
+        return "the start of the step"
+    if isinstance(i, Compute):
+        return i.op.removesuffix(".default")
+    return f"{i.step.kind}@{i.step.axis}" if isinstance(i, Collective) else type(i).__name__.lower()

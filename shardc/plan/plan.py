@@ -20,7 +20,7 @@ from shardc.plan.build import instructions_of
 from shardc.plan.communication import Communication, tally
 from shardc.plan.diff import difference
 from shardc.plan.explain import explain
-from shardc.plan.memory import Memory, Sizes, profile
+from shardc.plan.memory import Memory, Sizes, predict_memory
 from shardc.plan.replicated import Replicated, find_replicated
 from shardc.plan.roles import Roles
 from shardc.plan.serialize import FORMAT, Decoder, Encoder, decode_mesh, digest, encode_mesh, plain
@@ -76,7 +76,7 @@ class Plan:
     @cached_property
     def memory(self) -> Memory:
         """Predicted memory of the worst rank."""
-        return profile(self.instructions, self.slots, self.entry, self.sizes, self.aliases, self.roles)
+        return predict_memory(self.instructions, self.slots, self.entry, self.mesh, self.aliases, self.roles)
 
     @cached_property
     def _timing(self) -> tuple[Time, dict[str, float]]:
