@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+import contextlib
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, fx
 from torch._subclasses.functional_tensor import FunctionalTensor
 
@@ -106,6 +108,53 @@ class Effects:
             module.training = self.training[world.modules[id(module)]]
         for path, flag in self.requires_grad.items():
             world.slots[path].get().requires_grad_(flag)
+
+
+    @contextlib.contextmanager
+    def pretended(self, world: World, slots: Mapping[str, Slot]) -> Iterator[None]:
+        """While inside, the objects look as they do after a step: created optimizer state and gradients are there (without
+        values), deleted ones are gone. For planning the steady state of a fresh optimizer; undone on exit.
+
+        Args:
+            slots: `program.slots`: the types of what is created.
+        """
+        made: list[tuple[dict[Any, Any], Any, bool]] = []
+        grads = {path: world.slots[path].get() for path in self.deleted if path in world.slots and world.slots[path].kind is SlotKind.GRADIENT}
+        new_grads: list[Tensor] = []
+        try:
+            for path in grads:
+                world.slots[path].delete()
+            for entry in self.created:
+                if not entry.of or entry.of not in world.slots:
+                    continue
+                p = world.slots[entry.of].get()
+                if entry.kind is SlotKind.GRADIENT:
+                    p.grad = _blank(slots[entry.path].type, p.device)
+                    new_grads.append(p)
+                elif entry.owner in world.optimizers:
+                    state = world.optimizers[entry.owner].state
+                    fresh = p not in state
+                    state[p][entry.key] = entry.value if entry.kind is None else _blank(slots[entry.path].type, p.device)
+                    made.append((state, p, fresh))
+            yield
+        finally:
+            for state, p, fresh in reversed(made):
+                if fresh:
+                    state.pop(p, None)
+            for entry in self.created:
+                if entry.owner in world.optimizers and entry.of in world.slots and entry.kind is not SlotKind.GRADIENT:
+                    state = world.optimizers[entry.owner].state
+                    if (p := world.slots[entry.of].get()) in state:
+                        state[p].pop(entry.key, None)
+            for p in new_grads:
+                p.grad = None
+            for path, grad in grads.items():
+                world.slots[world.slots[path].of].get().grad = grad
+
+
+def _blank(type_: TensorType, device: torch.device) -> Tensor:
+    """A tensor without values; on the CPU its memory is not touched."""
+    return torch.empty_strided(type_.shape, type_.stride, dtype=type_.dtype, device=device)
 
 
 def after(trace: _Trace, arguments: dict[str, Any]) -> Effects:

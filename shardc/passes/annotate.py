@@ -31,13 +31,21 @@ def annotate(program: Program, options: Options) -> Program:
         out.info[node] = out.info[node].but(spec=out.slots[path].storage, why="storage of its slot")
     _inputs(out, options)
     for node, path in out.versions.items():
-        slot = out.slots[path]
+        slot = out.slots.get(path) or _passing_gradient(path, out, pins, options)
         if node.op == "call_function" and _is_pinned(out, node, slot, options):
             out.info[node] = out.info[node].but(spec=slot.storage, why=f"storage of {path}")
     for path, node in out.exit.items():
         if node.op == "call_function":
             out.info[node] = out.info[node].but(spec=out.slots[path].storage, why=f"storage of {path}")
     return out
+
+
+def _passing_gradient(path: str, program: Program, pins: Mapping[str, P], options: Options) -> Slot:
+    """A gradient that is gone by the end of the step: no slot of the program, but it lies as one would."""
+    owner = program.slots[path.removesuffix(".grad")]
+    slot = Slot(path, SlotKind.GRADIENT, owner.type, owner.path)
+    assert program.mesh is not None
+    return _slot_specs(slot, owner, pins, options, program.mesh)
 
 
 def _is_pinned(program: Program, node: fx.Node, slot: Slot, options: Options) -> bool:

@@ -2,7 +2,7 @@
 
 Before: the program as captured. After: operators that divide by a count of their own input are decomposed (so that counts are
 those of the global batch); `detach`, `alias`, `lift_fresh_copy` and functional `copy` are gone; equal pure nodes of one phase are
-one node; no two slots, and no slot and result, end in the same storage; nothing is dead but random draws, which advance the stream.
+one node; nothing is dead but random draws, which advance the stream.
 
 Example: ``mean(x: [8, 4])`` becomes ``div(sum(x), 32)``.
 """
@@ -17,8 +17,8 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from shardc.passes.graphs import Rewriter, is_getitem, is_op, is_random, is_view, kept, operands, typed, without_dead
-from shardc.program import Info, Phase, Program, SlotKind, TensorType, Types
+from shardc.passes.graphs import Rewriter, is_getitem, is_op, is_random, kept, operands, typed, without_dead
+from shardc.program import Info, Program, TensorType, Types
 from shardc.rules import decompositions
 
 aten = torch.ops.aten
@@ -28,7 +28,7 @@ FRESH = ("clone", "empty", "zeros", "ones", "full", "new_", "scalar_tensor")  # 
 
 def normalize(program: Program) -> Program:
     out = without_dead(_Normalization(program).run())
-    return without_dead(_separate(_merge_equal(out)))
+    return without_dead(_merge_equal(out))
 
 
 class _Normalization(Rewriter):
@@ -167,38 +167,3 @@ def _hashable(arg: Any) -> Any:
     if isinstance(arg, dict):
         return tuple((k, _hashable(v)) for k, v in sorted(arg.items()))
     return (type(arg), repr(arg) if isinstance(arg, float) else arg)
-
-
-def _separate(program: Program) -> Program:
-    """Insert clones so that slots and results end in storages of their own."""
-    owners: set[fx.Node] = set()
-
-    def own(node: fx.Node, entry: fx.Node | None) -> fx.Node:
-        base = node
-        while base.op == "call_function" and (is_view(base) or is_getitem(base)):
-            base = base.all_input_nodes[0]
-        mine = node is entry or (base.op == "call_function" and base not in owners)
-        owners.add(base)
-        if mine:
-            return node
-        with program.graph.inserting_before(program.output):
-            new = program.graph.create_node("call_function", aten.clone.default, (node,))
-        program.info[new] = program.info[node].but(phase=Phase.UPDATE)
-        return new
-
-    for path, node in list(program.exit.items()):
-        new = own(node, program.entry.get(path))
-        if new is not node:
-            program.exit[path] = new
-            program.versions[new] = path
-            _rename(program, path, node)
-    for k, node in enumerate(program.results):
-        if program.is_tensor(node):
-            program.results[k] = own(node, None)
-    program.set_output()
-    return program
-
-
-def _rename(program: Program, path: str, node: fx.Node) -> None:
-    if program.versions.get(node) == path and program.slots[path].kind != SlotKind.GRADIENT:
-        del program.versions[node]

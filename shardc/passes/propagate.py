@@ -107,8 +107,8 @@ class _Propagation(Rewriter):
         if node.op != "placeholder" and isinstance(pin, ShardSpec):
             self.env[node] = new = self.move(new, pin, node, self.old.info[node].why)
         path = self.old.versions.get(node)
-        if path is not None:
-            slot = self.old.slots[path]
+        slot = self.old.slots.get(path or "")
+        if slot is not None:
             assert slot.storage is not None and slot.compute is not None
             if slot.kind != SlotKind.GRADIENT and slot.storage != slot.compute:
                 self.resting[new] = slot.compute

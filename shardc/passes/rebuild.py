@@ -32,10 +32,9 @@ def rebuild(program: Program) -> Program:
     for node in program.nodes:
         if node.op == "output":
             break
-        path = program.versions.get(node)
-        if path is not None:
-            slot = program.slots[path]
-            if slot.kind == SlotKind.PARAMETER and slot.storage != slot.compute:
+        slot = program.slots.get(program.versions.get(node, ""))
+        if node in program.versions:
+            if slot is not None and slot.kind == SlotKind.PARAMETER and slot.storage != slot.compute:
                 chain.add(node)
         elif is_op(node) and node not in keep and (is_view(node) or is_cast(node)):
             if all(n in chain for n in operands(program, node)) and program.is_tensor(node):

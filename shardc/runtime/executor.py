@@ -128,6 +128,7 @@ class Executor:
         if missing := [p for p in self.paths if p not in inputs]:
             raise InputError(f"rank {self.rank} was given no {missing[0]!r} ({len(missing)} missing)", where=missing[0])
         written: dict[str, Tensor] = {}
+        self.dirty = False
         stats = Stats(comm_bytes=self.comm_bytes, collectives=self.collectives)
         measured = self.profile is None or self.measure == "always"
         tracker = Tracker(self.timeline)
@@ -143,6 +144,7 @@ class Executor:
         try:
             results, numbers = yield from function(slots, inputs, stream, written, tracker, self._check)
         except ShardcError as failure:
+            self.dirty = bool(written)
             traceback.clear_frames(failure.__traceback__)  # frames hold registers, and with them memory
             raise
         except Exception as failure:
@@ -153,6 +155,7 @@ class Executor:
             assert self.profile is not None
             stats.peak_bytes, stats.peak_at = self.profile.peak_bytes, self.profile.peak_at
             return Outcome(results, written, self.deleted, numbers, stats)
+        self.dirty = bool(written)
         failed = self._failure(error)
         traceback.clear_frames(error.__traceback__)
         raise failed from error

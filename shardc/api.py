@@ -1,0 +1,316 @@
+"""`shardc.compile`: the decorator, and the object that it makes of a training step."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import functools
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from shardc import passes
+from shardc.capture import Captured, World, capture, observe, why
+from shardc.errors import CaptureError, OptionError, PlanError, ShardcError, StateError
+from shardc.hosts import Call, Host, LocalHost, ProcessHost, Streams
+from shardc.mesh import Mesh
+from shardc.options import Options
+from shardc.plan import Plan, build
+from shardc.program import TensorType
+from shardc.runtime.accounting import Stats
+from shardc.runtime.executor import Executor
+from shardc.runtime.state import Watch
+from shardc.runtime.whole import full_state_dict
+from shardc.runtime.world import setup
+
+DryRun = Callable[["CompiledStep", tuple[Any, ...], dict[str, Any]], None]
+_dry_run: contextvars.ContextVar[DryRun | None] = contextvars.ContextVar("shardc_dry_run", default=None)
+
+
+@contextlib.contextmanager
+def dry_run(instead: DryRun) -> Iterator[None]:
+    """While inside, calling a compiled step calls ``instead(step, args, kwargs)`` first."""
+    token = _dry_run.set(instead)
+    try:
+        yield
+    finally:
+        _dry_run.reset(token)
+
+
+@dataclass
+class StepStats(Stats):
+    """Measured in the last step: the worst rank, and each rank that this process runs.
+
+    Args:
+        ranks: stats of each (all on a simulated mesh, else this process's alone).
+    """
+
+    ranks: tuple[Stats, ...] = ()
+
+
+@dataclass
+class Variant:
+    """One captured and compiled form of a step.
+
+    Args:
+        name: ``train_step#0``.
+        reason: why it was captured, in words.
+        plan: what it does.
+        calls: how often it ran.
+    """
+
+    name: str
+    reason: str
+    plan: Plan
+    captured: Captured = field(repr=False)
+    world: World = field(repr=False)
+    types: dict[str, TensorType] = field(repr=False)
+    executors: list[Executor] = field(default_factory=list, repr=False)
+    calls: int = 0
+
+
+def compile(fn: Callable[..., Any] | None = None, /, **options: Any) -> Any:
+    """Compile an ordinary single-device training step into a sharded one.
+
+    Args:
+        fn: the step. Modules and optimizers among its arguments are state, tensors are inputs, all else is static.
+        mesh: ``{"dp": 2, "tp": 2}`` or `shardc.Mesh`; one axis may be -1. Default ``{"dp": -1}``.
+        batch: axis name(s) over which dim 0 of every input tensor is split; default "dp".
+        inputs: ``{"mask": P()}``: specs of single inputs by pytree path (fnmatch patterns).
+        inputs_are: "local" (each rank passes its own part; default under process groups) or "global".
+        zero: 0 replicates, 1 shards optimizer state, 2 also gradients while they accumulate, 3 also parameters.
+        params: ``{"*.qkv.weight": P("tp", None)}``: specs of parameters by name pattern.
+        plan: path of a saved plan to run.
+        seed, rng: of the random stream: "counter" (default; no dependence on the mesh) or "torch" (torch's own numbers).
+        max_variants: bound on captured variants.
+
+    Returns:
+        A `CompiledStep`, called like `fn`; without `fn` a decorator.
+
+    Raises:
+        OptionError, MeshError: options that do not hold.
+
+    Example::
+
+        @shardc.compile(mesh={"dp": 2}, zero=3)
+        def train_step(model, optimizer, x, y): ...
+    """
+    if fn is None:
+        parsed = Options.of(options)
+        return lambda f: CompiledStep(f, parsed)
+    if not callable(fn):
+        raise OptionError(f"shardc.compile takes a function, not {type(fn).__name__}", hint="@shardc.compile(mesh=...)")
+    return CompiledStep(fn, Options.of(options))
+
+
+class CompiledStep:
+    """A training step that runs sharded. Made by `shardc.compile`.
+
+    Attributes:
+        plan: the `Plan` of the variant that ran last (or was lowered last).
+        stats: what the last step cost, measured.
+        variants: all captured variants, each with the reason for it.
+    """
+
+    def __init__(self, fn: Callable[..., Any], options: Options) -> None:
+        functools.update_wrapper(self, fn)
+        self.fn, self.options = fn, options
+        self.__name__: str = getattr(fn, "__name__", type(fn).__name__)
+        self.variants: list[Variant] = []
+        self.stats: StepStats | None = None
+        self.step = 0
+        self._host: Host | None = None
+        self._plan: Plan | None = None
+        self._arguments: dict[str, Any] = {}
+        self._watch = Watch()
+        self._poisoned: str | None = None
+        self._seed: int | None = options.seed
+
+    @property
+    def plan(self) -> Plan:
+        """Of the variant that ran last.
+
+        Raises:
+            PlanError: nothing has run yet.
+        """
+        if self._plan is None:
+            raise PlanError(f"{self.__name__} has no plan yet", hint="call it, or step.lower(*args)")
+        return self._plan
+
+    def replan(self, **changes: Any) -> CompiledStep:
+        """The same function with other options."""
+        given = {k: getattr(self.options, k) for k in self.options.__dataclass_fields__} | changes
+        if "batch" not in changes and isinstance(changes.get("mesh"), Mesh) and not set(self.options.batch) <= set(changes["mesh"].axes):
+            del given["batch"]
+        return CompiledStep(self.fn, Options.of(given))
+
+    # -- running ---------------------------------------------------------------------------------------------------
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        instead = _dry_run.get()
+        if instead is not None:
+            instead(self, args, kwargs)
+        if self._poisoned is not None:
+            raise StateError(f"the state is that of half a step: {self._poisoned}", hint="load a checkpoint into new objects, or stop")
+        world = observe(self.fn, args, kwargs)
+        host = self._settled(world)
+        self._watch.check(world.slots.values())
+        call = host.meet(world, self.options, self._signature(world))
+        variant = self._find(world, call)
+        new = variant is None
+        if variant is None:
+            variant = self._compile(args, kwargs, world, call, host)
+        if new or not self._arguments:
+            owners = [*world.arguments.values(), *(o.value for o in world.outside)]
+            if host.place(world, variant.plan, owners):
+                world = observe(self.fn, args, kwargs)
+        self._arguments = world.arguments
+        out = self._run(variant, world, call, host)
+        if variant.captured.effects.created or variant.captured.effects.deleted or variant.calls == 1:
+            world = observe(self.fn, args, kwargs)
+        self._watch.remember(world.slots.values())
+        return out
+
+    def _run(self, variant: Variant, world: World, call: Call, host: Host) -> Any:
+        inputs: dict[str, Any] = {**world.inputs, **variant.captured.constants, **world.numbers}
+        streams = Streams(self.options, self._seed or 0, self.step)
+        try:
+            done = host.run(variant.executors, variant.plan, world, call, inputs, streams)
+        except ShardcError as e:
+            if any(x.dirty for x in variant.executors) and not (isinstance(host, LocalHost) and host.mesh.size > 1):
+                self._poisoned = e.what
+            raise
+        variant.captured.effects.commit(world, done.created, done.deleted, done.numbers)
+        self.step += 1
+        variant.calls += 1
+        self._plan = variant.plan
+        worst = max(done.stats, key=lambda s: s.peak_bytes)
+        self.stats = StepStats(
+            worst.peak_bytes, worst.peak_at, max(s.comm_bytes for s in done.stats), max(s.collectives for s in done.stats),
+            worst.seconds, tuple(done.stats),
+        )  # fmt: skip
+        return variant.captured.rebuild(done.results)
+
+    def _settled(self, world: World) -> Host:
+        if self._host is None:
+            near = [ref.get() for ref in world.slots.values()]
+            ranks = setup(self.options.mesh, near)
+            self.options = replace(self.options, mesh=ranks.mesh)
+            self._host = ProcessHost(ranks, self.options) if ranks.distributed else LocalHost(ranks)
+        if self._seed is None:
+            self._seed = torch.initial_seed() & (2**63 - 1)
+        return self._host
+
+    def _signature(self, world: World) -> str:
+        """What must be equal on all ranks of a call: everything but the rows of the inputs."""
+        lines = [self.__name__]
+        for path, value in world.signature.items():
+            t = world.inputs.get(path)
+            lines.append(f"{path}: {value}" if t is None else f"{path}: {t.dtype} [*, {', '.join(map(str, t.shape[1:]))}] dims {t.dim()}")
+        if self.options.rng == "torch":
+            lines.append(f"random generator: {hash(tuple(torch.default_generator.get_state()[:64].tolist()))}")
+        return "\n".join(lines)
+
+    def _find(self, world: World, call: Call) -> Variant | None:
+        for v in self.variants:
+            if v.types == call.types and _same_key(v.world, world) and v.captured.admits(world.numbers):
+                return v
+        return None
+
+    def _compile(self, args: Any, kwargs: Any, world: World, call: Call, host: Host) -> Variant:
+        if len(self.variants) >= self.options.max_variants:
+            raise CaptureError(
+                f"{self.__name__} needs more than max_variants={self.options.max_variants} variants; the last: {self._reason(world, call)}",
+                hint="make what changes at every call a tensor or a number of param_groups, or raise max_variants",
+            )
+        captured = capture(self.fn, args, kwargs, world, call.types)
+        plan = self._planned(captured, self.options.mesh)
+        host.agree({"plan": plan.hash, "program": str(captured.program)})
+        variant = Variant(f"{self.__name__}#{len(self.variants)}", self._reason(world, call), plan, captured, world, call.types)
+        variant.executors = host.executors(plan)
+        self.variants.append(variant)
+        return variant
+
+    def _reason(self, world: World, call: Call) -> str:
+        if not self.variants:
+            return "first call"
+        last = self.variants[-1]
+        for path, t in call.types.items():
+            if path in last.types and last.types[path] != t:
+                return f"{path}: {last.types[path]} became {t}"
+        return why(last.world, world) or "a decision on a number came out differently"
+
+    def _planned(self, captured: Captured, mesh: Mesh) -> Plan:
+        program = replace(captured.program, mesh=mesh)
+        stages = passes.run(program, self.options)
+        final = list(stages.values())[-1]
+        shown = {k: getattr(self.options, k) for k in ("zero", "batch", "rng", "seed", "inputs_are")}
+        if self.options.plan is not None:
+            saved = Plan.load(self.options.plan)
+            saved.check_fits(final.slots, {p: final.type(n) for p, n in final.inputs.items()}, mesh)
+            return saved
+        return build(final, options=shown, stages=stages)
+
+    # -- planning --------------------------------------------------------------------------------------------------
+
+    def lower(self, *args: Any, **kwargs: Any) -> Plan:
+        """The plan of a call, without running it: no process group, no devices; works on meta tensors.
+
+        Args:
+            *args, **kwargs: as in a call: on a simulated mesh or with ``inputs_are="global"`` the full batch, else this
+                rank's part.
+
+        Returns:
+            The steady-state plan, with optimizer state present, also for a fresh optimizer.
+        """
+        world = observe(self.fn, args, kwargs)
+        mesh = self.options.mesh
+        if -1 in mesh.shape:
+            mesh = mesh.resolve(1 if mesh.simulated else int(os.environ.get("WORLD_SIZE", 1)))
+        types = self._global_types(world, mesh)
+        captured = capture(self.fn, args, kwargs, world, types)
+        with captured.effects.pretended(world, captured.program.slots):
+            steady = observe(self.fn, args, kwargs)
+            if not _same_key(steady, world):
+                captured = capture(self.fn, args, kwargs, steady, types)
+        self._plan = self._planned(captured, mesh)
+        return self._plan
+
+    def _global_types(self, world: World, mesh: Mesh) -> dict[str, TensorType]:
+        from shardc.hosts import check_rows, row_axes
+
+        out = {}
+        local = self.options.inputs_are == "local" or (self.options.inputs_are is None and not mesh.simulated)
+        for path, t in world.inputs.items():
+            mine = TensorType.of(t)
+            scale = 1
+            for axis in row_axes(path, t, self.options) if local else ():
+                scale *= mesh.axes[axis]
+            out[path] = mine if scale == 1 else TensorType((mine.shape[0] * scale, *mine.shape[1:]), mine.dtype)
+        check_rows(out, self.options)
+        return out
+
+    # -- state -----------------------------------------------------------------------------------------------------
+
+    def full_state_dict(self) -> dict[str, Any]:
+        """``{argument name: its state_dict() with whole, plain tensors}``, in argument order. Collective under process groups.
+
+        Raises:
+            StateError: the step has not run yet.
+        """
+        if not self._arguments:
+            raise StateError(f"{self.__name__} has not run yet", hint="call it first, or use model.state_dict()")
+        return full_state_dict(self._arguments)
+
+    def __repr__(self) -> str:
+        return f"<shardc step {self.__name__}: mesh {self.options.mesh}, zero {self.options.zero}, {len(self.variants)} variants>"
+
+
+def _same_key(a: World, b: World) -> bool:
+    """Whether two worlds are alike, but for the shapes of the inputs (which are compared as global ones)."""
+    return a.signature.keys() == b.signature.keys() and all(
+        v == b.signature[p] for p, v in a.signature.items() if p not in a.inputs
+    )

@@ -1,0 +1,267 @@
+"""Where a compiled step runs: all ranks in this process (`LocalHost`; also the one rank of a plain script), or one rank of a
+process group (`ProcessHost`). A host turns the user's tensors into each rank's parts, runs the executors, and gives back what
+the user gets."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from shardc.capture.world import World
+from shardc.errors import InputError
+from shardc.instructions import Input, Return
+from shardc.options import Options
+from shardc.plan import Plan
+from shardc.program import TensorType
+from shardc.runtime.accounting import Stats
+from shardc.runtime.agree import agree, digest, exchange
+from shardc.runtime.batch import chunk_rows, global_rows, unchunk_rows
+from shardc.runtime.comm import drive
+from shardc.runtime.executor import Executor, Outcome
+from shardc.runtime.layout import assemble, cut, split
+from shardc.runtime.process import ProcessGroupCommunicator
+from shardc.runtime.rng import CounterStream, Stream, TorchStream
+from shardc.runtime.simulate import execution, simulate
+from shardc.runtime.state import rest, shard_module_state, take_up
+from shardc.runtime.world import Ranks
+from shardc.spec import Factor, P, ShardSpec
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call, as the ranks agree on it.
+
+    Args:
+        types: global types of the tensor inputs.
+        rows: for inputs that are split by rows: dim 0 on each rank, in rank order (process groups only).
+    """
+
+    types: dict[str, TensorType]
+    rows: dict[str, list[int]] = field(default_factory=dict)
+
+
+@dataclass
+class Finished:
+    """What a run leaves for the user: global results, and the slots that changed."""
+
+    results: list[Any]
+    created: dict[str, Tensor]
+    deleted: set[str]
+    numbers: dict[str, Any]
+    stats: list[Stats]
+
+
+class Host(Protocol):
+    ranks: Ranks
+
+    def meet(self, world: World, options: Options, signature: str) -> Call: ...
+
+    def agree(self, what: Mapping[str, str]) -> None: ...
+
+    def place(self, world: World, plan: Plan, owners: Sequence[object]) -> bool:
+        """Put state where the plan wants it; True if the user's objects were replaced (observe anew)."""
+
+    def executors(self, plan: Plan) -> list[Executor]: ...
+
+    def run(self, executors: Sequence[Executor], plan: Plan, world: World, call: Call, inputs: Mapping[str, Any], streams: Streams) -> Finished: ...
+
+
+class Streams:
+    """Makes the random stream of each rank for one step."""
+
+    def __init__(self, options: Options, seed: int, step: int) -> None:
+        self.kind, self.seed, self.step = options.rng, seed, step
+        self.generators: list[torch.Generator] = []
+
+    def make(self) -> Stream:
+        if self.kind == "counter":
+            return CounterStream(self.seed, self.step)
+        generator = torch.Generator()
+        generator.set_state(torch.default_generator.get_state())
+        self.generators.append(generator)
+        return TorchStream(generator)
+
+    def commit(self) -> None:
+        """The default generator goes on from where the step left it."""
+        if self.generators:
+            torch.default_generator.set_state(self.generators[0].get_state())
+
+
+def check_rows(types: Mapping[str, TensorType], options: Options) -> None:
+    """Refuse a global batch without rows."""
+    for path, t in types.items():
+        if t.shape and t.shape[0] == 0 and not _overridden(path, options) and options.batch:
+            raise InputError(f"the global batch has no rows: {path} is {t}", where=path,
+                             hint="skip the step when no data is left")  # fmt: skip
+
+
+def row_axes(path: str, t: Tensor, options: Options) -> tuple[str, ...]:
+    """The axes over which dim 0 of an input is split."""
+    if not t.dim():
+        return ()
+    p = _overridden(path, options)
+    if p is None:
+        return options.batch
+    entry = p[0] if len(p) else None
+    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)  # type: ignore[arg-type]
+
+
+def _overridden(path: str, options: Options) -> P | None:
+    return next((p for pattern, p in options.inputs.items() if fnmatchcase(path, pattern)), None)
+
+
+class LocalHost:
+    """All ranks of a simulated mesh, or the single rank of a process without a process group. The user's tensors stay whole."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.ranks, self.mesh = ranks, ranks.mesh
+
+    def meet(self, world: World, options: Options, signature: str) -> Call:
+        if options.inputs_are == "local" and self.mesh.size > 1:
+            raise InputError("inputs_are='local' on a simulated mesh: there is one caller", hint="pass the global batch")
+        types = {path: TensorType.of(t) for path, t in world.inputs.items()}
+        check_rows(types, options)
+        return Call(types)
+
+    def agree(self, what: Mapping[str, str]) -> None:
+        pass
+
+    def place(self, world: World, plan: Plan, owners: Sequence[object]) -> bool:
+        shard_module_state(world.slots.values(), _storage(plan), self.ranks, owners, compare=False)
+        return False
+
+    def executors(self, plan: Plan) -> list[Executor]:
+        return [Executor(plan.instructions, self.mesh, c, self.ranks.device) for c in self.mesh.coords()]
+
+    def run(self, executors: Sequence[Executor], plan: Plan, world: World, call: Call, inputs: Mapping[str, Any], streams: Streams) -> Finished:
+        specs = _storage(plan)
+        n = self.mesh.size
+        slots: list[dict[str, Tensor]] = [{} for _ in range(n)]
+        for path, ref in world.slots.items():
+            for mine, part in zip(slots, split(ref.get(), specs[path], self.mesh), strict=True):
+                mine[path] = part
+        given: list[dict[str, Any]] = [{} for _ in range(n)]
+        wanted = _input_specs(plan)
+        for path, value in inputs.items():
+            parts = _input_parts(value, wanted[path], self.mesh, self.ranks.device) if path in wanted and isinstance(value, Tensor) else [value] * n
+            for mine, part in zip(given, parts, strict=True):
+                mine[path] = part
+        outcomes = simulate(executors, slots, given, [streams.make() for _ in range(n)])
+        created: dict[str, Tensor] = {}
+        for path in outcomes[0].written:
+            ref = world.slots.get(path)
+            parts = [o.written[path] for o in outcomes]
+            if ref is None:
+                created[path] = assemble(parts, specs[path], self.mesh)
+            elif n > 1:
+                assemble(parts, specs[path], self.mesh, out=ref.get().detach())
+        results = [
+            assemble([o.results[k] for o in outcomes], spec, self.mesh) if spec is not None and isinstance(outcomes[0].results[k], Tensor) else outcomes[0].results[k]
+            for k, spec in enumerate(_result_specs(plan))
+        ]
+        streams.commit()
+        return Finished(results, created, set(outcomes[0].deleted), outcomes[0].numbers, [o.stats for o in outcomes])
+
+
+class ProcessHost:
+    """One rank of a process group. Parameters, gradients and optimizer state are DTensors over this rank's parts."""
+
+    def __init__(self, ranks: Ranks, options: Options) -> None:
+        self.ranks, self.mesh = ranks, ranks.mesh
+        self.local = options.inputs_are != "global"
+        self.communicator = ProcessGroupCommunicator(self.mesh, ranks.coord, ranks.group)
+
+    def meet(self, world: World, options: Options, signature: str) -> Call:
+        first = {path: t.shape[0] if t.dim() else -1 for path, t in world.inputs.items()}
+        rows = exchange(self.ranks, digest(signature), list(first.values()), lambda: {"call": signature})
+        table = {path: [row[k] for row in rows] for k, path in enumerate(first)}
+        types, split_by_rows = {}, {}
+        for path, t in world.inputs.items():
+            mine = TensorType.of(t)
+            axes = row_axes(path, t, options)
+            if axes and self.local:
+                total = global_rows(self.ranks, table[path], axes, where=path)
+                types[path] = TensorType((total, *mine.shape[1:]), mine.dtype)
+                split_by_rows[path] = table[path]
+            else:
+                odd = next((r for r, n in enumerate(table[path]) if n != table[path][0]), None)
+                if odd is not None:
+                    raise InputError(
+                        f"{path} is the same on all ranks, but dim 0 is {table[path][0]} on rank 0 and {table[path][odd]} on rank {odd}",
+                        where=path, hint="pass the same tensor on all ranks, or split it over the batch axis with inputs={...}",
+                    )  # fmt: skip
+                types[path] = mine
+        check_rows(types, options)
+        return Call(types, split_by_rows)
+
+    def agree(self, what: Mapping[str, str]) -> None:
+        agree(self.ranks, what)
+
+    def place(self, world: World, plan: Plan, owners: Sequence[object]) -> bool:
+        shard_module_state(world.slots.values(), _storage(plan), self.ranks, owners)
+        return True
+
+    def executors(self, plan: Plan) -> list[Executor]:
+        return [Executor(plan.instructions, self.mesh, self.ranks.coord, self.ranks.device)]
+
+    def run(self, executors: Sequence[Executor], plan: Plan, world: World, call: Call, inputs: Mapping[str, Any], streams: Streams) -> Finished:
+        specs = _storage(plan)
+        slots = take_up(world.slots.values(), specs, {p: s.type for p, s in plan.slots.items()}, self.ranks)
+        wanted = _input_specs(plan)
+        given = {path: self._input(path, value, wanted[path], call) if path in wanted and isinstance(value, Tensor) else value for path, value in inputs.items()}
+        with execution(self.ranks.device):
+            outcome: Outcome = drive(executors[0].run(slots, given, streams.make()), self.communicator)
+        created = {}
+        for path, t in outcome.written.items():
+            if path not in world.slots:
+                slot = plan.slots[path]
+                created[path] = rest(t, slot.kind, slot.of, specs[path], slot.type, self.ranks, path)
+        results = [self._result(value, spec, call) for value, spec in zip(outcome.results, _result_specs(plan), strict=True)]
+        streams.commit()
+        return Finished(results, created, set(outcome.deleted), outcome.numbers, [outcome.stats])
+
+    def _input(self, path: str, value: Tensor, spec: ShardSpec, call: Call) -> Tensor:
+        value = value.detach().to(self.ranks.device)
+        if path not in call.rows:
+            return cut(value, spec, self.mesh, self.ranks.coord, self.ranks.device)
+        first = spec.dims[0][0]
+        value = chunk_rows(self.ranks, value, call.rows[path], first.axes)
+        return cut(value, _rest_of(spec, value), self.mesh, self.ranks.coord, self.ranks.device) if len(spec.axes) > len(first.axes) else value
+
+    def _result(self, value: Any, spec: ShardSpec | None, call: Call) -> Any:
+        if not isinstance(value, Tensor) or spec is None or not spec.axes or not call.rows:
+            return value
+        first = spec.dims[0][0]
+        rows = next((r for path, r in call.rows.items() if call.types[path].shape[0] == first.size), None)
+        if rows is None:
+            return value
+        return unchunk_rows(self.ranks, value, rows, first.axes, inner=spec.shape[0] // first.size)
+
+
+def _rest_of(spec: ShardSpec, value: Tensor) -> ShardSpec:
+    """`spec` for a tensor whose rows are already cut."""
+    return ShardSpec(((Factor(value.shape[0]),), *spec.dims[1:]))
+
+
+def _input_parts(value: Tensor, spec: ShardSpec, mesh: Any, device: torch.device) -> list[Tensor]:
+    value = value.detach().to(device)
+    return split(value, spec, mesh)
+
+
+def _storage(plan: Plan) -> dict[str, ShardSpec]:
+    return {path: slot.storage for path, slot in plan.slots.items() if slot.storage is not None}
+
+
+def _input_specs(plan: Plan) -> dict[str, ShardSpec]:
+    return {i.path: i.out.spec for i in plan.instructions if isinstance(i, Input) and i.out.spec is not None}
+
+
+def _result_specs(plan: Plan) -> tuple[ShardSpec | None, ...]:
+    end = plan.instructions[-1]
+    assert isinstance(end, Return)
+    return end.specs
