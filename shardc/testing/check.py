@@ -18,6 +18,7 @@ import torch
 import shardc.api
 from shardc.errors import MeshError, ShardcError
 from shardc.mesh import Mesh
+from shardc.runtime.whole import whole
 from shardc.testing.compare import RTOL, Difference, Rounded, Tally
 from shardc.testing.oracle import Batch, MakeState, Oracle, Run, Step
 from shardc.testing.processes import run_ranks
@@ -211,7 +212,7 @@ def _rank_run(oracle: Oracle, options: Mapping[str, Any]) -> list[Step]:
     """One rank's run; rank 0 keeps the state, the others only what they returned."""
     import torch.distributed as dist
 
-    from shardc.testing.ranks import deal, whole
+    from shardc.testing.ranks import deal
 
     compiled = shardc.api.compile(oracle.fn, **options)
     as_is = options.get("inputs_are") == "global"
