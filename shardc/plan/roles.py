@@ -38,6 +38,7 @@ class Roles:
         self.parameter: dict[Reg, str] = {}  # register -> the parameter whose value it holds, in any layout or dtype
         self.gathered: set[Reg] = set()  # those that came out of a collective
         self.phase: dict[Reg, str] = {}
+        self.new_parameter: set[Reg] = self._new_parameters(instructions)  # values on their way into a parameter slot
         self.gradient: set[Reg] = self._gradients(instructions)
         for i in instructions:
             self._forward(i)
@@ -63,6 +64,19 @@ class Roles:
                 self.parameter[o.reg] = self.parameter[src]
                 if src in self.gathered or i.op == _CAST:
                     self.gathered.add(o.reg)
+
+    def _new_parameters(self, instructions: Sequence[Instruction]) -> set[Reg]:
+        out: set[Reg] = set()
+        for i in reversed(instructions):
+            if isinstance(i, Write):
+                slot = self.slots.get(i.slot)
+                if slot is not None and slot.kind == SlotKind.PARAMETER:
+                    out.add(i.src)
+            elif isinstance(i, Collective) and i.out.reg in out:
+                out.add(i.src)
+            elif isinstance(i, Compute) and i.op == _CAST and i.outs[0] is not None and i.outs[0].reg in out:
+                out.update(uses(i))
+        return out
 
     @staticmethod
     def _owned(slots: Mapping[str, Slot], path: str) -> bool:
@@ -114,7 +128,7 @@ class Roles:
 
     def traffic(self, i: Collective, batch: Sequence[str]) -> str:
         """What a collective moves: parameters, gradients, statistics (scalars, and sums over the batch), activations."""
-        if i.src in self.parameter:
+        if i.src in self.parameter or i.out.reg in self.new_parameter:
             return "parameters"
         if numel(i.step) <= 1:
             return "statistics"
