@@ -133,7 +133,7 @@ def test_reverse_rows_leaves_other_tensors_alone() -> None:
 def test_check_passes_for_every_stage_and_a_batch_that_dp_does_not_divide() -> None:
     options = [{"mesh": {"dp": n}, "zero": zero} for n, zero in ((1, 0), (2, 0), (2, 1), (3, 2), (3, 3), (8, 3))]
     for report in check_all(train, make_state, batches(), options):
-        assert report.steps == 3 and report.worst < 1e-6 and report.plan is not None
+        assert report.steps == 3 and report.worst <= 1e-10 and report.plan is not None
         assert str(report).startswith("equal: mesh=")
 
 
@@ -165,4 +165,4 @@ def test_a_mesh_without_sizes_is_refused() -> None:
 @pytest.mark.processes
 def test_check_processes() -> None:
     report = check_processes(2, train, make_state, batches(), zero=3)
-    assert report.steps == 3 and report.worst < 1e-6
+    assert report.steps == 3 and report.worst <= 1e-10

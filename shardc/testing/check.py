@@ -46,7 +46,7 @@ class Report:
         options: of the compiled step.
         steps: calls compared.
         compared: leaves compared, over all calls.
-        worst: largest relative difference of a floating-point tensor, and `worst_path` its path.
+        worst: largest relative difference of a floating-point tensor that is not in `rounded`, and `worst_path` its path.
         rounded: tensors that needed the second term of the tolerance.
         plan: of the last call; None for runs in other processes.
         stats: measured, of the last call.

@@ -51,7 +51,7 @@ class Rounded:
 
 @dataclass
 class Tally:
-    """What a comparison has seen so far."""
+    """What a comparison has seen so far; `worst` is the largest relative difference within the first term of the tolerance."""
 
     oracle: Oracle
     rtol: float = RTOL
@@ -100,9 +100,9 @@ class Tally:
         if not want.numel():
             return
         gap, scale = distance(got, want), magnitude(want)
-        if scale and gap / scale > self.worst:
-            self.worst, self.worst_path = gap / scale, path
         if gap <= self.rtol * scale:
+            if scale and gap / scale > self.worst:
+                self.worst, self.worst_path = gap / scale, path
             return
         other = getattr(self.oracle.second.steps[index], part).get(path)
         own = distance(other, want) if isinstance(other, Tensor) and other.shape == want.shape else 0.0
