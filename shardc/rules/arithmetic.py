@@ -23,3 +23,8 @@ def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
 def total(x: Tensor, dims: Sequence[int], keepdim: bool = False) -> Tensor:
     """Sum over dims; none at all leaves the value as it is."""
     return x if not dims and x.dim() else aten.sum.dim_IntList(x, list(dims), keepdim)  # type: ignore[no-any-return]
+
+
+def constant(value: Any, like: Tensor, size: Sequence[int] = (), dtype: torch.dtype | None = None) -> Tensor:
+    """A constant on the device of another tensor."""
+    return aten.full.default(list(size), value, dtype=dtype or like.dtype, device=like.device)  # type: ignore[no-any-return]

@@ -202,7 +202,9 @@ def _at_least(result: torch.dtype, operand: torch.dtype) -> bool:
     if operand.is_complex:
         return False
     if operand.is_floating_point:
-        return result.is_floating_point and torch.finfo(result).eps <= torch.finfo(operand).eps and result.itemsize >= operand.itemsize
+        if not result.is_floating_point or result.itemsize < operand.itemsize:
+            return False
+        return torch.finfo(result).eps <= torch.finfo(operand).eps
     return result.is_floating_point or result.itemsize >= operand.itemsize
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from shardc.rules import decompose_losses, decompose_norms
-from shardc.rules.arithmetic import aten, cast, total, wide
+from shardc.rules.arithmetic import aten, cast, constant, total, wide
 
 Decomposition = Callable[..., Any]
 
@@ -107,7 +107,7 @@ def logsumexp(x: Tensor, dim: Sequence[int], keepdim: bool = False) -> Tensor:
     """A maximum and a sum, both of which may stay split."""
     dims = _dims(x, dim)
     top = aten.amax.default(x, dims, True)
-    top = aten.where.self(aten.isinf.default(top), aten.full.default([], 0, dtype=x.dtype), top)
+    top = aten.where.self(aten.isinf.default(top), constant(0, x, dtype=x.dtype), top)
     out = aten.log.default(total(aten.exp.default(aten.sub.Tensor(x, top)), dims, True))
     out = aten.add.Tensor(out, top)
     return out if keepdim else aten.view.default(out, [n for k, n in enumerate(x.shape) if k not in dims])
@@ -127,22 +127,22 @@ def _filled(value: float) -> Decomposition:
 
 
 def full_like(x: Tensor, value: Any, *, dtype: torch.dtype | None = None, **_: Any) -> Tensor:
-    return aten.full.default(list(x.shape), value, dtype=dtype or x.dtype)
+    return constant(value, x, list(x.shape), dtype or x.dtype)
 
 
 def _new(value: float) -> Decomposition:
     def new(x: Tensor, size: Sequence[int], *, dtype: torch.dtype | None = None, **_: Any) -> Tensor:
-        return aten.full.default(list(size), value, dtype=dtype or x.dtype)
+        return constant(value, x, list(size), dtype or x.dtype)
 
     return new
 
 
 def new_full(x: Tensor, size: Sequence[int], value: Any, *, dtype: torch.dtype | None = None, **_: Any) -> Tensor:
-    return aten.full.default(list(size), value, dtype=dtype or x.dtype)
+    return constant(value, x, list(size), dtype or x.dtype)
 
 
 def new_strided(x: Tensor, size: Sequence[int], stride: Sequence[int], *, dtype: torch.dtype | None = None, **_: Any) -> Tensor:
-    return aten.full.default(list(size), 0, dtype=dtype or x.dtype)
+    return constant(0, x, list(size), dtype or x.dtype)
 
 
 def addmm(bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardc.rules.arithmetic import aten, cast, total, wide
+from shardc.rules.arithmetic import aten, cast, constant, total, wide
 
 NONE, MEAN, TOTAL = 0, 1, 2
 """torch's numbers for the reductions of a loss."""
@@ -104,11 +104,11 @@ def _targets(target: Tensor, weight: Tensor | None, ignore: int, dtype: torch.dt
     """Targets with the ignored ones at class 0, which ones count, and the weight of each (0 where ignored)."""
     target = cast(target, torch.int64)
     valid = aten.ne.Scalar(target, ignore)
-    safe = aten.where.self(valid, target, aten.full.default([], 0, dtype=torch.int64))
+    safe = aten.where.self(valid, target, constant(0, target, dtype=torch.int64))
     if weight is None:
         return safe, valid, cast(valid, dtype)
     each = aten.index.Tensor(cast(weight, dtype), [safe])
-    return safe, valid, aten.where.self(valid, each, aten.full.default([], 0, dtype=dtype))
+    return safe, valid, aten.where.self(valid, each, constant(0, each, dtype=dtype))
 
 
 def nll(x: Tensor, target: Tensor, weight: Tensor | None, reduction: int, ignore_index: int) -> tuple[Tensor, Tensor]:
@@ -117,11 +117,11 @@ def nll(x: Tensor, target: Tensor, weight: Tensor | None, reduction: int, ignore
     acc = wide(x.dtype)
     safe, valid, each = _targets(target, weight, ignore_index, acc)
     picked = aten.select.int(aten.gather.default(x, k, aten.unsqueeze.default(safe, k)), k, 0)
-    zero = aten.full.default([], 0, dtype=acc)
+    zero = constant(0, x, dtype=acc)
     values = aten.neg.default(cast(picked, acc))
     values = aten.where.self(valid, values if weight is None else aten.mul.Tensor(values, each), zero)
     if reduction == NONE:
-        return cast(values, x.dtype), aten.full.default([], 0, dtype=x.dtype)
+        return cast(values, x.dtype), constant(0, x, dtype=x.dtype)
     whole = list(range(values.dim()))
     out, count = total(values, whole), total(each, whole)
     return cast(aten.div.Tensor(out, count) if reduction == MEAN else out, x.dtype), count
@@ -137,7 +137,7 @@ def nll_backward(
     grad = cast(grad, acc)
     scale = aten.div.Tensor(grad, cast(total_weight, acc)) if reduction == MEAN else grad
     value = cast(aten.neg.default(aten.mul.Tensor(each, scale)), x.dtype)
-    zeros = aten.full.default(list(x.shape), 0, dtype=x.dtype)
+    zeros = constant(0, x, list(x.shape), x.dtype)
     return aten.scatter.src(zeros, k, aten.unsqueeze.default(safe, k), aten.unsqueeze.default(value, k))  # type: ignore[no-any-return]
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardc.rules.arithmetic import aten, cast, total, wide
+from shardc.rules.arithmetic import aten, cast, constant, total, wide
 
 Optional = Tensor | None
 
@@ -56,7 +56,7 @@ def batch_norm(
     work = cast(x, wide(x.dtype))
     if not training:
         assert mean is not None and variance is not None
-        none = aten.full.default([0], 0, dtype=work.dtype)
+        none = constant(0, work, [0], work.dtype)
         return _affine(work, mean, _rstd(cast(variance, work.dtype), eps), weight, bias, x.dtype), none, none, mean, variance
     now, spread = _statistics(work)
     rstd = _rstd(spread, eps)
@@ -78,14 +78,14 @@ def with_update(
     x: Tensor, weight: Optional, bias: Optional, mean: Tensor, variance: Tensor, momentum: float, eps: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Optional, Optional]:
     out, now, rstd, new_mean, new_variance = batch_norm(x, weight, bias, mean, variance, True, momentum, eps)
-    return out, now, rstd, aten.full.default([0], 0, dtype=torch.uint8), new_mean, new_variance
+    return out, now, rstd, constant(0, x, [0], torch.uint8), new_mean, new_variance
 
 
 def no_update(
     x: Tensor, weight: Optional, bias: Optional, mean: Optional, variance: Optional, momentum: float, eps: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     out, now, rstd, _, _ = batch_norm(x, weight, bias, mean, variance, False, momentum, eps)
-    return out, now, rstd, aten.full.default([0], 0, dtype=torch.uint8)
+    return out, now, rstd, constant(0, x, [0], torch.uint8)
 
 
 def batch_norm_backward(

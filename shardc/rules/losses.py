@@ -59,14 +59,12 @@ def nll_backward(call: Call) -> Rule:
     return draft.rule(operands, [x], sets("0"))
 
 
-ELEMENTWISE = """
-    mse_loss.default smooth_l1_loss.default huber_loss.default binary_cross_entropy.default soft_margin_loss.default
-    binary_cross_entropy_with_logits.default l1_loss.default
-""".split()
+ELEMENTWISE = ("mse_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "soft_margin_loss")
 
 TABLE: dict[str, Builder] = {
-    **{f"aten.{name}": loss for name in ELEMENTWISE},
-    **{f"aten.{name.replace('.', '_backward.')}": loss_backward for name in ELEMENTWISE},
+    **{f"aten.{name}.default": loss for name in ELEMENTWISE},
+    **{f"aten.{name}_backward.default": loss_backward for name in ELEMENTWISE},
+    "aten.binary_cross_entropy_with_logits.default": loss,
     "aten.nll_loss_forward.default": nll,
     "aten.nll_loss2d_forward.default": nll,
     "aten.nll_loss_backward.default": nll_backward,

@@ -18,7 +18,9 @@ def softmax_backward(call: Call) -> Rule:
     return along(call, "0")
 
 
-def _rows(draft: Draft, shape: Sequence[int], normalized: int, batch: str = "pass") -> tuple[list[DimFactors], list[DimFactors]]:
+def _rows(
+    draft: Draft, shape: Sequence[int], normalized: int, batch: str = "pass"
+) -> tuple[list[DimFactors], list[DimFactors]]:
     lead = len(shape) - normalized
     return draft.fresh(shape[:lead], batch), draft.fresh(shape[lead:], WHOLE)
 
@@ -213,8 +215,8 @@ def aten_attention(backward: bool) -> Builder:
     return build
 
 
-def transformed(name: str) -> Builder:
-    """Fourier transforms, decompositions of matrices: the named dims (or the last two) are whole."""
+def transformed(name: str, linear: str = "") -> Builder:
+    """Fourier transforms, factorizations of matrices: the named dims (or the last two) are whole."""
 
     def build(call: Call) -> Rule:
         draft = Draft(call)
@@ -222,13 +224,14 @@ def transformed(name: str) -> Builder:
         named = call.dims(name, len(shape)) if name else tuple(range(len(shape) - 2, len(shape)))
         dims = [draft.new(n, WHOLE if k in named else "pass") for k, n in enumerate(shape)]
         batch = [d for k, d in enumerate(dims) if k not in named]
-        results = []
+        results: list[list[DimFactors] | None] = []
         for r in call.results:
             if name:
-                results.append([d if k not in named else draft.new(r.shape[k], WHOLE) for k, d in enumerate(dims)] if r else None)
+                kept = [d if k not in named else draft.new(r.shape[k], WHOLE) for k, d in enumerate(dims)] if r else None
+                results.append(kept)
             else:
                 results.append([*batch, *draft.fresh(r.shape[len(batch) :], WHOLE)] if r else None)
-        return draft.rule([dims], results, sets("0" if name else ""))
+        return draft.rule([dims], results, sets(linear))
 
     return build
 
@@ -288,9 +291,9 @@ TABLE: dict[str, Builder] = {
     "shardc.sdpa_backward.default": attention(backward=True),
     "aten._scaled_dot_product_flash_attention_for_cpu.default": aten_attention(backward=False),
     "aten._scaled_dot_product_flash_attention_for_cpu_backward.default": aten_attention(backward=True),
-    "aten._fft_r2c.default": transformed("dim"),
-    "aten._fft_c2r.default": transformed("dim"),
-    "aten._fft_c2c.default": transformed("dim"),
+    "aten._fft_r2c.default": transformed("dim", "0"),
+    "aten._fft_c2r.default": transformed("dim", "0"),
+    "aten._fft_c2c.default": transformed("dim", "0"),
     "aten._linalg_eigh.default": transformed(""),
     "aten._linalg_svd.default": transformed(""),
     "aten.linalg_qr.default": transformed(""),

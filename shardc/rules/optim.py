@@ -8,7 +8,7 @@ from shardc.rules.rule import WHOLE, Factors, Rule
 NAMES = """
     adam adam_amsgrad sgd sgd_momentum_first sgd_momentum adagrad rmsprop rmsprop_centered rmsprop_momentum
     rmsprop_centered_momentum
-""".split()
+"""
 
 
 def update(call: Call) -> Rule:
@@ -20,7 +20,8 @@ def update(call: Call) -> Rule:
     def factors(other: tuple[int, ...]) -> Factors:
         return dims if other == shape else tuple(draft.fresh(other, WHOLE))
 
-    return draft.rule([factors(t.shape) for t in call.operands], [None if r is None else factors(r.shape) for r in call.results])
+    results = [None if r is None else factors(r.shape) for r in call.results]
+    return draft.rule([factors(t.shape) for t in call.operands], results)
 
 
-TABLE: dict[str, Builder] = {f"shardc.{name}.default": update for name in NAMES}
+TABLE: dict[str, Builder] = {f"shardc.{name}.default": update for name in NAMES.split()}

@@ -45,7 +45,7 @@ LINEAR: dict[str, str] = {
     "aten._prelu_kernel_backward.default": "",
 }
 
-OTHERS = """
+NONLINEAR = """
     add.Scalar sub.Scalar rsub.Scalar pow.Tensor_Scalar pow.Tensor_Tensor pow.Scalar sqrt.default rsqrt.default exp.default
     exp2.default expm1.default log.default log2.default log10.default log1p.default sin.default cos.default tan.default
     tanh.default sigmoid.default relu.default gelu.default silu.default softplus.default leaky_relu.default elu.default
@@ -65,7 +65,7 @@ OTHERS = """
     native_dropout.default bernoulli.default bernoulli.p bernoulli.Tensor rand_like.default randn_like.default
     randint_like.default randint_like.low_dtype normal_functional.default uniform.default exponential.default
     normal.Tensor_float normal.Tensor_Tensor normal.float_Tensor
-""".split()
+"""
 """Nonlinear ones, and the random ones that take their shape from an operand (the draw itself is the runtime's)."""
 
 
@@ -116,7 +116,7 @@ def division(call: Call) -> Rule:
 
 
 TABLE: dict[str, Builder] = {
-    **{f"aten.{name}": pointwise() for name in OTHERS},
+    **{f"aten.{name}": pointwise() for name in NONLINEAR.split()},
     **{name: pointwise(linear) for name, linear in LINEAR.items()},
     "aten._to_copy.default": cast,
     "prims.convert_element_type.default": cast,

@@ -104,7 +104,8 @@ def expand(call: Call) -> Rule:
     result = call.results[0]
     assert result is not None
     dims = draft.fresh(result.shape)
-    return draft.rule([draft.broadcast(call.operands[0].shape, dims)], [dims], any_partial=True, sized=call.sized("size", Shape()))
+    operand = draft.broadcast(call.operands[0].shape, dims)
+    return draft.rule([operand], [dims], any_partial=True, sized=call.sized("size", Shape()))
 
 
 def permuted(call: Call, order: Sequence[int]) -> Rule:

@@ -1,0 +1,348 @@
+"""Proof of factor rules by execution: split real data along each factor, run the operator per part, recombine, compare.
+
+Data are whole numbers in float64, so that sums are exact; dims have distinct sizes; cuts are uneven and some parts are empty.
+Partial operands are split into unequal terms. The same machine looks for what holds in truth and a rule does not say
+(`missing`).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardc.dtypes import identity
+from shardc.instructions import Local, LocalDim
+from shardc.mesh import Coord, Mesh
+from shardc.program import TensorType
+from shardc.rules.call import map_operands, tensor_operands
+from shardc.rules.localise import localise
+from shardc.rules.registry import rule_for
+from shardc.rules.rule import PASS, WHOLE, Factors, Rule
+from shardc.spec import Dim, Factor, ShardSpec, dim_local
+
+AXIS = "x"
+Op = torch._ops.OpOverload
+
+
+@dataclass(frozen=True)
+class Violation:
+    """A claim of a rule that does not hold.
+
+    Args:
+        op: the operator.
+        rule: the rule as printed.
+        claim: what it says, ``factor b (sum) over 3 parts``.
+        found: what came out instead.
+    """
+
+    op: str
+    rule: str
+    claim: str
+    found: str
+
+    def __str__(self) -> str:
+        return f"{self.op}: {self.rule}\n  {self.claim}: {self.found}"
+
+
+def is_tensor(value: object) -> bool:
+    return isinstance(value, Tensor)
+
+
+def flat(value: Any) -> list[Tensor | None]:
+    """The results of a call; numbers do not count."""
+    items = value if isinstance(value, (tuple, list)) else (value,)
+    return [v if isinstance(v, Tensor) else None for v in items]
+
+
+def rule_of(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Rule, list[Tensor | None]]:
+    """The rule of a concrete call, and its results."""
+    whole = op(*args, **kwargs)
+    results = flat(whole)
+    kinds = tuple(None if r is None else TensorType.of(r) for r in results)
+    typed = map_operands(args, kwargs, TensorType.of, is_tensor)
+    return rule_for(op, *typed, kinds if isinstance(whole, (tuple, list)) else kinds[0]), results
+
+
+def prove(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None, parts: Sequence[int] = (2, 3)) -> list[Violation]:
+    """All claims of the rule of this call that do not hold on its data.
+
+    Args:
+        op: a functional operator that draws no random numbers.
+        args, kwargs: real arguments on CPU; whole numbers in float64 make sums exact.
+        parts: numbers of parts to cut each factor into; a cut into more parts than elements, with empty ones, is added.
+    """
+    kwargs = dict(kwargs or {})
+    rule, results = rule_of(op, args, kwargs)
+    operands = tensor_operands(args, kwargs, is_tensor)
+    out: list[Violation] = []
+
+    def fail(claim: str, found: str) -> None:
+        out.append(Violation(str(op), str(rule), claim, found))
+
+    for kind, values, factors in (("operand", operands, rule.operands), ("result", results, rule.results)):
+        for k, (value, dims) in enumerate(itertools.zip_longest(values, factors)):
+            shape = None if value is None else tuple(value.shape)
+            said = None if dims is None else tuple(math.prod(rule.sizes[f] for f in d) for d in dims)
+            if shape != said:
+                fail(f"{kind} {k}", f"has shape {shape}, the rule says {said}")
+    if out:
+        return out
+    for factor, size in rule.sizes.items():
+        if rule.kind(factor) == WHOLE or size == 0:
+            continue
+        for n in sorted({*parts, size + 1}):
+            found = _split(op, args, kwargs, rule, results, factor, n)
+            if found:
+                fail(f"factor {factor} ({rule.kind(factor)}) over {n} parts", found)
+    for linear in rule.linear:
+        found = _partial(op, args, kwargs, results, linear, "sum")
+        if found:
+            fail(f"linear in {sorted(linear)}", found)
+    for reduction in ("sum", "max", "min") if rule.any_partial else ():
+        found = _partial(op, args, kwargs, results, frozenset({0}), reduction)
+        if found:
+            fail(f"partial {reduction} of operand 0 passes", found)
+    return out
+
+
+# -- one factor ------------------------------------------------------------------------------------------------------------
+
+
+def spec_of(factors: Factors, rule: Rule, split: str) -> ShardSpec:
+    """The spec of a tensor with one factor over the one axis."""
+
+    def dim(names: tuple[str, ...]) -> Dim:
+        return tuple(Factor(rule.sizes[f], (AXIS,) if f == split else ()) for f in names) or (Factor(1),)
+
+    return ShardSpec(tuple(dim(names) for names in factors))
+
+
+def part(x: Tensor, spec: ShardSpec, mesh: Mesh, coord: Coord) -> Tensor:
+    """What a rank holds of a whole value."""
+    for k, indices in enumerate(spec.indices(mesh, coord)):
+        x = x.index_select(k, torch.tensor(indices, dtype=torch.int64))
+    return x
+
+
+def _evaluated(tree: Any, mesh: Mesh, coord: Coord) -> Any:
+    if isinstance(tree, Local):
+        return list(tree.spec.local_shape(mesh, coord))
+    if isinstance(tree, LocalDim):
+        return dim_local(tree.dim, mesh, coord)
+    if isinstance(tree, (list, tuple)):
+        return type(tree)(_evaluated(a, mesh, coord) for a in tree)
+    return tree
+
+
+def _split(
+    op: Op, args: Sequence[Any], kwargs: Mapping[str, Any], rule: Rule, results: list[Tensor | None], factor: str, n: int
+) -> str:
+    """What goes wrong when a factor is cut into n parts; empty if nothing does."""
+    mesh = Mesh({AXIS: n})
+    ins = [spec_of(f, rule, factor) for f in rule.operands]
+    outs = [None if f is None else spec_of(f, rule, factor) for f in rule.results]
+    kind = rule.kind(factor)
+    parts: list[list[Tensor | None]] = []
+    for coord in mesh.coords():
+        feed = iter(ins)
+        local = map_operands(args, kwargs, lambda x, c=coord, f=feed: part(x, next(f), mesh, c), is_tensor)
+        local = localise(op, rule, *local, outs, ins)
+        local = (_evaluated(local[0], mesh, coord), {k: _evaluated(v, mesh, coord) for k, v in local[1].items()})
+        made = _unread(results, outs, factor, rule, mesh, coord)
+        try:
+            parts.append(made if made is not None else flat(op(*local[0], **local[1])))
+        except (RuntimeError, IndexError, ValueError) as e:
+            return f"part {coord[0]} fails: {e}"
+    for k, (whole, spec, factors) in enumerate(zip(results, outs, rule.results, strict=True)):
+        if whole is None or spec is None or factors is None:
+            continue
+        pieces = [p[k] for p in parts]
+        found = _recombined(whole, spec, pieces, kind, any(factor in d for d in factors), mesh)
+        if found:
+            return f"result {k} {found}"
+    return ""
+
+
+def _unread(
+    results: list[Tensor | None], outs: list[ShardSpec | None], factor: str, rule: Rule, mesh: Mesh, coord: Coord
+) -> list[Tensor | None] | None:
+    """The results of an empty part, where it makes them without the operator: as the runtime does."""
+    lo, hi = Factor(rule.sizes[factor], (AXIS,)).interval(mesh, coord)
+    if lo < hi:
+        return None
+    made: list[Tensor | None] = []
+    for whole, spec in zip(results, outs, strict=True):
+        if whole is None or spec is None:
+            made.append(None)
+            continue
+        shape = spec.local_shape(mesh, coord)
+        if 0 not in shape and rule.kind(factor) == PASS:
+            return None
+        fill = identity(rule.kind(factor), whole.dtype) if rule.kind(factor) != PASS else 0
+        made.append(torch.full(shape, fill, dtype=whole.dtype))
+    return made
+
+
+def _recombined(whole: Tensor, spec: ShardSpec, pieces: list[Tensor | None], kind: str, has: bool, mesh: Mesh) -> str:
+    tensors = [p for p in pieces if p is not None]
+    if len(tensors) != len(pieces):
+        return "is absent on some parts"
+    if has:
+        out = torch.empty_like(whole)
+        for piece, coord in zip(tensors, mesh.coords(), strict=True):
+            indices = [torch.tensor(i, dtype=torch.int64) for i in spec.indices(mesh, coord)]
+            if piece.shape != spec.local_shape(mesh, coord):
+                return f"has part {coord[0]} of shape {list(piece.shape)}, not {list(spec.local_shape(mesh, coord))}"
+            if piece.numel():
+                out[torch.meshgrid(*indices, indexing="ij") if indices else ()] = piece
+        return differs(out, whole)
+    if kind == PASS:
+        return next((f"of part {k} {d}" for k, p in enumerate(tensors) if (d := differs(p, whole))), "")
+    return differs(reduce(tensors, kind), whole)
+
+
+def reduce(tensors: Sequence[Tensor], kind: str) -> Tensor:
+    """The sum, maximum or minimum of the parts of a partial value."""
+    function: Callable[[Tensor, Tensor], Tensor] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}[kind]
+    out = tensors[0]
+    for t in tensors[1:]:
+        out = function(out, t)
+    return out
+
+
+def differs(a: Tensor, b: Tensor) -> str:
+    """How two values differ; empty where they are equal (to rounding, for operators that are not exact)."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return f"is {a.dtype} {list(a.shape)}, not {b.dtype} {list(b.shape)}"
+    if not a.dtype.is_floating_point and not a.dtype.is_complex:
+        return "" if torch.equal(a, b) else f"differs in {int((a != b).sum())} of {a.numel()} elements"
+    close = torch.isclose(a, b, rtol=1e-9 if a.dtype == torch.float64 else 1e-4, atol=1e-9, equal_nan=True)
+    if bool(close.all()):
+        return ""
+    return f"differs in {int((~close).sum())} of {a.numel()} elements, by up to {float((a - b).abs().nan_to_num().max()):.3g}"
+
+
+# -- partial operands ------------------------------------------------------------------------------------------------------
+
+
+def terms(x: Tensor, reduction: str, n: int = 3) -> list[Tensor]:
+    """Unequal parts of a partial value, as it would be on n ranks."""
+    generator = torch.Generator().manual_seed(x.numel())
+
+    def noise(lo: int, hi: int) -> Tensor:
+        return torch.randint(lo, hi, x.shape, generator=generator).to(x.dtype)
+
+    if reduction == "sum":
+        some = [noise(-9, 9) * (k + 1) for k in range(n - 1)]
+        return [*some, x - sum(some, torch.zeros_like(x))]
+    sign = -1 if reduction == "max" else 1
+    owner = torch.randint(0, n, x.shape, generator=generator)
+    return [torch.where(owner == k, x, x + sign * noise(0, 5)) for k in range(n)]
+
+
+def _partial(
+    op: Op, args: Sequence[Any], kwargs: Mapping[str, Any], results: list[Tensor | None], linear: frozenset[int], reduction: str
+) -> str:
+    operands = tensor_operands(args, kwargs, is_tensor)
+    if any(operands[k].dtype == torch.bool or reduction != "sum" and operands[k].is_complex() for k in linear):
+        return ""  # no partial value is of such a dtype
+    cut = {k: terms(operands[k], reduction) for k in linear}
+    parts = []
+    for rank in range(3):
+        count = itertools.count()
+        local = map_operands(args, kwargs, lambda x, r=rank, c=count: cut[k][r] if (k := next(c)) in cut else x, is_tensor)
+        parts.append(flat(op(*local[0], **local[1])))
+    for k, whole in enumerate(results):
+        pieces = [p[k] for p in parts]
+        if whole is not None:  # infinities and nans of the whole do not come from sums
+            out, finite = reduce([p for p in pieces if p is not None], reduction), torch.isfinite(whole)
+            found = differs(torch.where(finite, out, 0), torch.where(finite, whole, 0)) if out.shape == whole.shape else "is of another shape"
+            if found:
+                return f"result {k} {found}"
+    return ""
+
+
+# -- what a rule does not say ----------------------------------------------------------------------------------------------
+
+Placement = str | int
+"""Over one axis: "whole", "sum" (partial), or the dim that is split."""
+
+
+def missing(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None, limit: int = 2000) -> list[str]:
+    """One-axis layouts of operands and results that hold on this data and that the rule does not know.
+
+    Each reads ``0, whole -> 1``: operand 0 split in its dim 0, operand 1 whole, the result split in its dim 1.
+    Layouts with all operands whole are left out, as are those in which no operand is whole and all are partial.
+    """
+    kwargs = dict(kwargs or {})
+    rule, results = rule_of(op, args, kwargs)
+    operands = tensor_operands(args, kwargs, is_tensor)
+    choices: list[list[Placement]] = []
+    for x in operands:
+        sums: list[Placement] = ["sum"] if x.dtype.is_floating_point else []
+        choices.append(["whole", *sums, *(k for k, n in enumerate(x.shape) if n > 1)])
+    known = set(_known(rule))
+    out = []
+    for layout in itertools.islice(itertools.product(*choices), limit):
+        if all(p == "whole" for p in layout):
+            continue
+        parts = _run_layout(op, args, kwargs, layout, operands)
+        if parts is None:
+            continue
+        found = [_layout_of(whole, [p[k] for p in parts]) for k, whole in enumerate(results)]
+        if all(f is not None for f in found) and layout not in known:
+            out.append(f"{', '.join(map(str, layout))} -> {', '.join(map(str, found))}")
+    return out
+
+
+def _known(rule: Rule) -> Iterator[tuple[Placement, ...]]:
+    for f in rule.sizes:
+        if rule.kind(f) != WHOLE:
+            yield tuple(next((k for k, d in enumerate(t) if d[:1] == (f,)), "whole") for t in rule.operands)
+    for linear in (*rule.linear, *([frozenset({0})] if rule.any_partial else [])):
+        yield tuple("sum" if k in linear else "whole" for k in range(len(rule.operands)))
+
+
+def _run_layout(
+    op: Op, args: Sequence[Any], kwargs: Mapping[str, Any], layout: Sequence[Placement], operands: Sequence[Tensor]
+) -> list[list[Tensor | None]] | None:
+    """Results of two ranks; None where the operator does not take such parts."""
+    cuts: list[list[Tensor]] = []
+    for x, place in zip(operands, layout, strict=True):
+        if isinstance(place, int):
+            border = -(-x.shape[place] // 2)
+            cuts.append([x.narrow(place, 0, border), x.narrow(place, border, x.shape[place] - border)])
+        else:
+            cuts.append([x, x] if place == "whole" else terms(x, "sum", 2))
+    parts = []
+    for rank in range(2):
+        feed = iter(cuts)
+        local = map_operands(args, kwargs, lambda _, r=rank, f=feed: next(f)[r], is_tensor)
+        try:
+            parts.append(flat(op(*local[0], **local[1])))
+        except (RuntimeError, IndexError, ValueError):
+            return None
+    return parts
+
+
+def _layout_of(whole: Tensor | None, pieces: list[Tensor | None]) -> Placement | None:
+    if whole is None:
+        return "whole"
+    a, b = pieces
+    if a is None or b is None:
+        return None
+    if not differs(a, whole) and not differs(b, whole):
+        return "whole"
+    if a.shape == b.shape == whole.shape and not differs(a + b, whole):
+        return "sum"
+    for k in range(whole.dim()):
+        rest = [n for i, n in enumerate(whole.shape) if i != k]
+        if all([n for i, n in enumerate(p.shape) if i != k] == rest for p in (a, b)) and not differs(torch.cat([a, b], k), whole):
+            return k
+    return None

@@ -1,0 +1,370 @@
+"""One concrete call for each operator of the tables: what their rules are proved on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardc.rules import pointwise
+from shardc.rules.arithmetic import aten
+from shardc.rules.registry import BUILT_IN
+
+Op = torch._ops.OpOverload
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A call on real data.
+
+    Args:
+        op: the operator.
+        args, kwargs: its arguments.
+    """
+
+    op: Op
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        def show(a: Any) -> str:
+            if isinstance(a, Tensor):
+                return str(list(a.shape))
+            return "(" + " ".join(map(show, a)) + ")" if isinstance(a, (list, tuple)) else str(a)
+
+        return f"{self.op}({', '.join(map(show, (*self.args, *self.kwargs.values())))})"
+
+
+def ints(*shape: int, lo: int = -5, hi: int = 6, dtype: torch.dtype = torch.float64) -> Tensor:
+    """Whole numbers in [lo, hi), different for each shape."""
+    generator = torch.Generator().manual_seed(sum((k + 2) * n for k, n in enumerate(shape)) + len(shape))
+    return torch.randint(lo, hi, shape, generator=generator).to(dtype)
+
+
+def index(*shape: int, below: int) -> Tensor:
+    return ints(*shape, lo=0, hi=below, dtype=torch.int64)
+
+
+def overload(name: str) -> Op | None:
+    """The operator of a table's name; None where this torch lacks it."""
+    space, packet, which = name.split(".")
+    op = getattr(getattr(getattr(torch.ops, space), packet, None), which, None)
+    return op if isinstance(op, torch._ops.OpOverload) else None
+
+
+def is_random(op: Op) -> bool:
+    return torch.Tag.nondeterministic_seeded in op.tags
+
+
+def elementwise(op: Op) -> Iterator[Sample]:
+    """Calls made from the schema: whole numbers, then fractions; dtypes that the operator does not take are left out."""
+    kinds: list[Callable[[Tensor], Tensor]] = [
+        lambda x: x,
+        lambda x: (x.abs() + 1) / 8,
+        lambda x: x.to(torch.int64).abs() + 1,
+        lambda x: x > 0,
+    ]
+    for kind in kinds:
+        shapes = [(5, 3), (3,), (5, 1), (5, 3)]
+        args: list[Any] = []
+        for a in op._schema.arguments:
+            text = str(a.type)
+            if a.has_default_value() or a.kwarg_only:
+                break
+            if text in ("Tensor", "Optional[Tensor]"):
+                args.append(kind(ints(*shapes[sum(isinstance(x, Tensor) for x in args) % 4])))
+            else:
+                args.append({"bool": False, "str": "none"}.get(text, 2))
+        tensors = [x for x in args if isinstance(x, Tensor)]
+        if tensors and tensors[0].shape != (5, 3):
+            continue
+        if "_backward" in op._schema.name or "mask" in [a.name for a in op._schema.arguments]:
+            args = [kind(ints(5, 3, hi=6 + k)) if isinstance(x, Tensor) else x for k, x in enumerate(args)]
+        args = [x > 0 if isinstance(x, Tensor) and a.name in ("condition", "mask") else x
+                for a, x in zip(op._schema.arguments, args, strict=False)]  # fmt: skip
+        try:
+            op(*args)
+        except (RuntimeError, IndexError, ValueError, TypeError):
+            continue
+        yield Sample(op, tuple(args))
+
+
+def written() -> Iterator[Sample]:
+    """Calls of operators that have arguments of their own."""
+    x = ints(4, 3, 5)
+
+    def call(op: Op, *args: Any, **kwargs: Any) -> Sample:
+        return Sample(op, args, kwargs)
+
+    # views
+    for op in (aten.clone, aten.detach, aten.alias, aten.lift_fresh_copy):
+        yield call(op.default, x)
+    for size in ([12, 5], [4, 15], [60], [4, 3, 5], [2, 2, 3, 5, 1], [1, 4, 3, 5], [4, 3, 1, 5]):
+        yield call(aten.view.default, x, size)
+        yield call(aten._unsafe_view.default, x, size)
+    yield call(aten.view.default, ints(6, 4), [4, 6])
+    yield call(aten.view.default, ints(12, 10), [2, 6, 5, 2])
+    yield call(aten.view.default, ints(1, 5), [5])
+    yield call(aten.view.default, ints(2, 7, 12), [14, 3, 4])
+    yield call(aten.expand.default, ints(4, 1, 5), [2, 4, 3, -1])
+    yield call(aten.permute.default, x, [2, 0, -2])
+    yield call(aten.transpose.int, x, 0, -1)
+    yield call(aten.t.default, ints(4, 3))
+    yield call(aten.t.default, ints(4))
+    yield call(aten.unsqueeze.default, x, -1)
+    yield call(aten.squeeze.default, ints(4, 1, 5))
+    yield call(aten.squeeze.dim, ints(4, 1, 5), 1)
+    yield call(aten.squeeze.dim, x, 1)
+    yield call(aten.squeeze.dims, ints(4, 1, 5, 1), [1, -1])
+    yield call(aten.select.int, x, 1, -1)
+    yield call(aten.unbind.int, x, 1)
+    yield call(aten.slice.Tensor, x, 1, 0, 2**63 - 1)
+    yield call(aten.slice.Tensor, x, 0, 1, 3)
+    yield call(aten.slice.Tensor, x, -1, 0, 5, 2)
+    yield call(aten.split.Tensor, ints(4, 12), 4, 1)
+    yield call(aten.split.Tensor, ints(4, 10), 4, -1)
+    yield call(aten.split_with_sizes.default, ints(4, 16), [8, 4, 4], 1)
+    yield call(aten.split_with_sizes.default, ints(4, 8), [3, 5], 1)
+    yield call(aten.cat.default, [ints(4, 3), ints(4, 6), ints(4, 9)], 1)
+    yield call(aten.cat.default, [ints(0), ints(4, 3), ints(4, 5)], 1)
+    yield call(aten.stack.default, [ints(4, 3), ints(4, 3, hi=9)], 1)
+    yield call(aten.repeat.default, ints(4, 3), [2, 1, 3])
+    yield call(aten.flip.default, x, [1])
+    yield call(aten.roll.default, x, [1], [1])
+    yield call(aten.tril.default, x)
+    yield call(aten.triu.default, x, 1)
+    yield call(aten.constant_pad_nd.default, x, [1, 2])
+    yield call(aten.constant_pad_nd.default, x, [0, 0, -1, 2], 3.0)
+    yield call(aten.select_backward.default, ints(4, 5), [4, 3, 5], 1, 2)
+    yield call(aten.slice_backward.default, ints(4, 2, 5), [4, 3, 5], 1, 0, 2, 1)
+    yield call(aten.slice_backward.default, x, [4, 3, 5], 1, 0, 2**63 - 1, 1)
+    yield call(aten.view_as_real.default, torch.complex(ints(4, 3), ints(4, 3, hi=9)))
+    yield call(aten.view_as_complex.default, ints(4, 3, 2))
+    yield call(aten.diagonal.default, ints(4, 3, 5), 0, 0, 2)
+    yield call(aten._conj.default, torch.complex(ints(4, 3), ints(4, 3, hi=9)))
+    # reductions
+    for name in ("sum.dim_IntList", "amax.default", "amin.default", "mean.dim", "any.dims", "all.dims"):
+        op = overload(f"aten.{name}")
+        if op is not None:
+            yield call(op, x, [0, -1])
+            yield call(op, x, [1], True)
+    for name in ("sum", "max", "min", "mean", "any", "all", "prod", "argmax", "argmin", "count_nonzero", "median"):
+        op = overload(f"aten.{name}.default")
+        if op is not None:
+            yield call(op, x)
+    for name in ("max.dim", "min.dim", "any.dim", "all.dim", "median.dim", "prod.dim_int", "cumsum.default", "cumprod.default",
+                 "cummax.default", "cummin.default", "sort.default", "argsort.default", "argmax.default", "logcumsumexp.default",
+                 "mode.default"):  # fmt: skip
+        op = overload(f"aten.{name}")
+        if op is not None:
+            yield call(op, x, 1)
+    yield call(aten.sum.dim_IntList, x, [0], dtype=torch.float32)
+    yield call(aten.count_nonzero.dim_IntList, x, [1])
+    yield call(aten.sort.stable, x, stable=True, dim=1)
+    yield call(aten.argsort.stable, x, stable=True, dim=1)
+    yield call(aten.aminmax.default, x, dim=1)
+    yield call(aten.kthvalue.default, x, 2, 1)
+    yield call(aten.logsumexp.default, x, [1])
+    yield call(aten.topk.default, x, 2, 1)
+    yield call(aten.nansum.default, x, [1])
+    yield call(aten.linalg_vector_norm.default, x, 2, [1])
+    yield call(aten.norm.ScalarOpt_dim, x, 2, [1])
+    yield call(aten.norm.Scalar, x)
+    for name in ("var", "std", "var_mean", "std_mean"):
+        op = overload(f"aten.{name}.correction")
+        if op is not None:
+            yield call(op, x, [1], correction=1)
+    # products
+    a, b = ints(4, 6), ints(6, 5)
+    yield call(aten.mm.default, a, b)
+    yield call(aten.bmm.default, ints(3, 4, 6), ints(3, 6, 5))
+    yield call(aten.mv.default, a, ints(6))
+    yield call(aten.dot.default, ints(7), ints(7, hi=9))
+    yield call(aten.vdot.default, ints(7), ints(7, hi=9))
+    yield call(aten.addmm.default, ints(5), a, b)
+    yield call(aten.addmm.default, ints(4, 5), a, b, beta=0)
+    yield call(aten.baddbmm.default, ints(3, 1, 5), ints(3, 4, 6), ints(3, 6, 5), alpha=2)
+    yield call(aten.addmv.default, ints(4), a, ints(6))
+    # indices
+    yield call(aten.embedding.default, ints(7, 5), index(4, 3, below=7))
+    yield call(aten.embedding_dense_backward.default, x, index(4, 3, below=7), 7, 2, False)
+    yield call(aten.embedding_dense_backward.default, x, index(4, 3, below=7), 7, -1, True)
+    for picks in ([index(2, below=4)], [None, index(2, 6, below=3)], [index(6, 1, below=4), index(2, below=3)],
+                  [index(2, below=4), None, index(2, below=5)]):  # fmt: skip
+        yield call(aten.index.Tensor, x, picks)
+        yield call(aten._unsafe_index.Tensor, x, picks)
+        values = ints(*aten.index.Tensor(x, picks).shape, hi=9)
+        yield call(aten.index_put.default, x, picks, values, True)
+        yield call(aten._unsafe_index_put.default, x, picks, values, True)
+    yield call(aten.gather.default, x, 1, index(4, 2, 5, below=3))
+    yield call(aten.gather.default, x, 2, index(4, 2, 6, below=5))
+    at = torch.stack([torch.randperm(3, generator=torch.Generator().manual_seed(k))[:2] for k in range(20)])
+    at = at.view(4, 5, 2).transpose(1, 2).contiguous()
+    yield call(aten.scatter.src, x, 1, at, ints(4, 2, 5, hi=9))
+    yield call(aten.scatter.value, x, 1, at, 0)
+    yield call(aten.scatter.value, x, 1, at, 3)
+    yield call(aten.scatter_add.default, x, 1, index(4, 2, 5, below=3), ints(4, 2, 5, hi=9))
+    yield call(aten.index_select.default, x, 1, index(2, below=3))
+    yield call(aten.index_add.default, x, 1, index(2, below=3), ints(4, 2, 5))
+    yield call(aten.index_copy.default, x, 1, torch.tensor([2, 0]), ints(4, 2, 5))
+    yield call(aten.index_fill.int_Scalar, x, 1, index(2, below=3), 2)
+    yield call(aten.select_scatter.default, x, ints(4, 5), 1, 2)
+    yield call(aten.slice_scatter.default, x, ints(4, 2, 5), 1, 0, 2)
+    yield call(aten.bucketize.Tensor, x, torch.tensor([-3.0, 0.5, 2.0], dtype=torch.float64))
+    yield call(aten.searchsorted.Tensor, torch.tensor([-3.0, 0.5, 2.0], dtype=torch.float64), x)
+    # creation
+    yield call(aten.full.default, [4, 3], 2.0)
+    yield call(aten.zeros.default, [4, 3])
+    yield call(aten.ones.default, [4, 3])
+    yield call(aten.scalar_tensor.default, 2.0)
+    yield call(aten.new_zeros.default, ints(2), [4, 3])
+    yield call(aten.new_ones.default, ints(2), [4, 3])
+    yield call(aten.new_full.default, ints(2), [4, 3], 2.0)
+    for op in (aten.zeros_like, aten.ones_like):
+        yield call(op.default, x)
+    yield call(aten.full_like.default, x, 2.0)
+    yield call(aten.arange.default, 5)
+    yield call(aten.arange.start, 2, 5)
+    yield call(aten.arange.start_step, 2, 9, 2)
+    yield call(aten.linspace.default, 0, 1, 5)
+    yield call(aten.eye.default, 3)
+    yield call(aten.eye.m, 3, 4)
+    yield call(aten.tril_indices.default, 3, 4)
+    yield call(aten.triu_indices.default, 3, 4)
+    # elementwise with arguments of their own
+    yield call(aten._to_copy.default, x, dtype=torch.float32)
+    yield call(aten._to_copy.default, ints(4, 3, dtype=torch.float32), dtype=torch.float64)
+    yield call(aten._to_copy.default, x)
+    yield call(aten.masked_fill.Scalar, x, x > 0, 0)
+    yield call(aten.masked_fill.Scalar, x, x > 0, 2.0)
+    yield call(aten.copy.default, x, ints(3, 5))
+    yield call(aten.fill.Tensor, x, torch.tensor(3.0, dtype=torch.float64))
+    yield call(aten.div.Tensor_mode, x, ints(3, 5, lo=1), rounding_mode="floor")
+    yield call(aten.mul.Tensor, ints(4, 3, dtype=torch.int64), ints(4, 3, hi=9))
+    yield call(aten.add.Tensor, x, ints(1, 5), alpha=2)
+    yield from networks()
+
+
+def networks() -> Iterator[Sample]:
+    """Fused operators."""
+    x = ints(4, 3, 5)
+
+    def call(op: Op, *args: Any, **kwargs: Any) -> Sample:
+        return Sample(op, args, kwargs)
+
+    for op in (aten._softmax, aten._log_softmax):
+        yield call(op.default, x, 1, False)
+    yield call(aten._safe_softmax.default, x, 1)
+    y = aten._softmax.default(x, 1, False)
+    yield call(aten._softmax_backward_data.default, x, y, 1, torch.float64)
+    yield call(aten._log_softmax_backward_data.default, x, y.log(), 1, torch.float64)
+    yield call(aten.glu.default, ints(4, 6), 1)
+    for shape, w, b in (([5], ints(5), ints(5, hi=9)), ([3, 5], ints(3, 5), None), ([5], None, None)):
+        out = aten.native_layer_norm.default(x, shape, w, b, 1e-5)
+        yield call(aten.native_layer_norm.default, x, shape, w, b, 1e-5)
+        yield call(aten.native_layer_norm_backward.default, ints(4, 3, 5, hi=9), x, shape, *out[1:], w, b, [True, w is not None, b is not None])
+    image, kernel, bias = ints(4, 3, 6, 7), ints(5, 3, 2, 3), ints(5)
+    grad = ints(4, 5, 5, 5)
+    tail = ([1, 1], [0, 0], [1, 1], False, [0, 0], 1)
+    yield call(aten.convolution.default, image, kernel, bias, *tail)
+    yield call(aten.convolution.default, image, kernel, None, *tail)
+    yield call(aten.convolution.default, ints(4, 6, 7), ints(8, 3, 2), ints(8), [2], [1], [1], False, [0], 2)
+    yield call(aten.convolution.default, ints(4, 5, 6), ints(5, 3, 2), None, [2], [1], [1], True, [0], 1)
+    yield call(aten.convolution_backward.default, grad, image, kernel, [5], *tail, [True, True, True])
+    yield call(aten.convolution_backward.default, grad, image, kernel, None, *tail, [True, True, False])
+    yield call(aten.convolution_backward.default, grad, image, kernel, [5], *tail, [False, True, True])
+    group = aten.native_group_norm.default(ints(4, 6, 5), ints(6), ints(6, hi=9), 4, 6, 5, 2, 1e-5)
+    yield call(aten.native_group_norm.default, ints(4, 6, 5), ints(6), ints(6, hi=9), 4, 6, 5, 2, 1e-5)
+    yield call(aten.native_group_norm_backward.default, ints(4, 6, 5, hi=9), ints(4, 6, 5), *group[1:], ints(6), 4, 6, 5, 2,
+               [True, True, True])  # fmt: skip
+    yield call(aten._native_batch_norm_legit_no_training.default, x, ints(3), ints(3, hi=9), ints(3), ints(3, lo=1), 0.1, 1e-5)
+    pooled, where = aten.max_pool2d_with_indices.default(image, [2, 2])
+    yield call(aten.max_pool2d_with_indices.default, image, [2, 2])
+    yield call(aten.max_pool2d_with_indices_backward.default, pooled, image, [2, 2], [], [0, 0], [1, 1], False, where)
+    yield call(aten.avg_pool2d.default, image, [2, 2])
+    yield call(aten.avg_pool2d_backward.default, pooled, image, [2, 2], [], [0, 0], False, True, None)
+    yield call(aten._adaptive_avg_pool2d.default, image, [2, 3])
+    yield call(aten._adaptive_avg_pool2d_backward.default, ints(4, 3, 2, 3), image)
+    yield call(aten.upsample_nearest1d.default, x, [8])
+    yield call(aten.upsample_nearest2d.default, image, [8, 9])
+    yield call(aten.upsample_bilinear2d.default, image, [8, 9], False)
+    yield call(aten.upsample_bicubic2d.default, image, [8, 9], False)
+    yield call(aten.upsample_nearest2d_backward.default, ints(4, 3, 8, 9), [8, 9], [4, 3, 6, 7])
+    yield call(aten.upsample_bilinear2d_backward.default, ints(4, 3, 8, 9), [8, 9], [4, 3, 6, 7], False)
+    yield call(aten.reflection_pad2d.default, image, [1, 2, 0, 1])
+    yield call(aten.replication_pad2d.default, image, [1, 2, 0, 1])
+    yield call(aten._fft_r2c.default, x, [1], 0, True)
+    yield call(aten._fft_c2c.default, torch.complex(x, x), [1], 0, True)
+    yield call(aten._fft_c2r.default, torch.complex(x, x), [1], 0, 4)
+    yield call(aten._cdist_forward.default, ints(2, 4, 5), ints(2, 3, 5), 2.0, None)
+    yield call(aten.linalg_cholesky_ex.default, torch.eye(3, dtype=torch.float64).expand(4, 3, 3) * 4)
+    # losses
+    for name in ("mse_loss", "smooth_l1_loss", "huber_loss"):
+        for reduction in (0, 1, 2):
+            extra = [] if name == "mse_loss" else [1.0]
+            yield call(getattr(aten, name).default, ints(4, 3), ints(4, 3, hi=9), reduction, *extra)
+            yield call(getattr(aten, f"{name}_backward").default, ints(4, 3, lo=1) if reduction == 0 else ints(lo=1),
+                       ints(4, 3), ints(4, 3, hi=9), reduction, *extra)  # fmt: skip
+    logp, target = y.log()[:, :, 0], index(4, below=3)
+    for reduction in (0, 1, 2):
+        weight = ints(3, lo=1) if reduction else None
+        out = aten.nll_loss_forward.default(logp, target, weight, reduction, 1)
+        yield call(aten.nll_loss_forward.default, logp, target, weight, reduction, 1)
+        yield call(aten.nll_loss_backward.default, torch.ones_like(out[0]), logp, target, weight, reduction, 1, out[1])
+        plane = index(4, 5, 1, below=3)
+        cube = y.log().unsqueeze(-1)
+        out = aten.nll_loss2d_forward.default(cube, plane, weight, reduction, 1)
+        yield call(aten.nll_loss2d_forward.default, cube, plane, weight, reduction, 1)
+        yield call(aten.nll_loss2d_backward.default, torch.ones_like(out[0]), cube, plane, weight, reduction, 1, out[1])
+    yield from attentions()
+    yield from updates()
+
+
+def attentions() -> Iterator[Sample]:
+    sdpa, backward = overload("shardc.sdpa.default"), overload("shardc.sdpa_backward.default")
+    if sdpa is None or backward is None:  # shardc.ops has not been imported
+        return
+    q, k, v = ints(2, 6, 5, 4) / 4, ints(2, 6, 7, 4, hi=9) / 4, ints(2, 6, 7, 4, lo=-3) / 4
+    few = (ints(2, 3, 7, 4) / 4, ints(2, 3, 7, 4, hi=9) / 4)
+    cases: Sequence[tuple[Any, ...]] = (
+        (q, k, v, None, False, None, False),
+        (q, k, v, None, True, 0.3, False),
+        (q, k, v, ints(5, 7), False, None, False),
+        (q, k, v, ints(2, 1, 5, 7) > -3, False, None, False),
+        (q, *few, None, False, None, True),
+        (q[0], k[0], v[0], None, False, None, False),
+    )
+    for case in cases:
+        out, lse = sdpa(*case)
+        yield Sample(sdpa, case)
+        yield Sample(backward, (torch.ones_like(out), *case[:4], out, lse, *case[4:]))
+    flash = aten._scaled_dot_product_flash_attention_for_cpu.default
+    out, lse = flash(q, k, v)
+    yield Sample(flash, (q, k, v))
+    yield Sample(aten._scaled_dot_product_flash_attention_for_cpu_backward.default, (torch.ones_like(out), q, k, v, out, lse, 0.0, False))
+
+
+def updates() -> Iterator[Sample]:
+    """Each optimizer's update, on a parameter of two dims and on a number."""
+    for name in BUILT_IN:
+        if name.startswith("shardc.") and (op := overload(name)) is not None and "sdpa" not in name:
+            for shape in ((4, 3), ()):
+                args = []
+                for a in op._schema.arguments:
+                    if str(a.type) == "Tensor":
+                        args.append(torch.tensor(2.0) if a.name == "step" else ints(*shape, lo=1, hi=6 + len(args)))
+                    else:
+                        args.append(True if a.name == "decoupled" else False if str(a.type) == "bool" else 0.1)
+                yield Sample(op, tuple(args))
+
+
+def samples() -> Iterator[Sample]:
+    """At least one call of every operator of the tables that draws no random numbers."""
+    for name in pointwise.TABLE:
+        op = overload(name)
+        if op is not None and not is_random(op):
+            yield from elementwise(op)
+    yield from written()
