@@ -58,10 +58,10 @@ class Draft:
         dtype = from_short(text[: text.index("[")])
         return TensorType(shape, dtype, tuple(torch.empty(shape, device="meta").stride()))
 
-    def slot(self, path: str, text: str, kind: str = "p", of: str = "", exists: bool = True, aliases: tuple[str, ...] = ()) -> Any:
+    def slot(self, path: str, text: str, kind: str = "p", of: str = "", exists: bool = True) -> Any:
         spec = ShardSpec.parse(text).canonical(self.mesh)
         whole = ShardSpec.replicated(spec.shape)
-        self.program.slots[path] = Slot(path, KINDS[kind], self.type(text), of, aliases, kind == "p", spec, whole)
+        self.program.slots[path] = Slot(path, KINDS[kind], self.type(text), of, (), kind == "p", spec, whole)
         if exists:
             node = self.graph.placeholder(path.replace(".", "_").replace("[", "_").replace("]", ""))
             self.program.info[node] = replace(self._info(text, path), why="storage of its slot")
@@ -75,8 +75,8 @@ class Draft:
         (self.program.inputs if text is not None else self.program.numbers)[path] = node
         return node
 
-    def op(self, target: Any, *args: Any, to: Any = None, module: str = "model", line: str = "train.py:1", **kwargs: Any) -> fx.Node:
-        node = self.graph.call_function(target, args, kwargs)
+    def op(self, target: Any, *args: Any, to: Any = None, module: str = "model", line: str = "train.py:1") -> fx.Node:
+        node = self.graph.call_function(target, args)
         self.program.info[node] = self._info(to, module, line)
         return node
 
@@ -155,9 +155,13 @@ def code(plan: Plan) -> str:
     lines = []
     for i in plan.instructions:
         made = ", ".join(f"r{o.reg}" for o in outs(i))
-        what = {Read: lambda: f"read {i.slot}", Input: lambda: f"input {i.path}", Write: lambda: f"write {i.slot}",
-                Delete: lambda: f"delete {i.slot}", Return: lambda: "return", Collective: lambda: f"{i.step.kind}@{i.step.axis}",
-                Compute: lambda: i.op.removesuffix(".default")}[type(i)]()  # type: ignore[attr-defined]  # fmt: skip
+        what = type(i).__name__.lower()
+        if isinstance(i, (Read, Write, Delete, Input)):
+            what += f" {i.path if isinstance(i, Input) else i.slot}"
+        elif isinstance(i, Collective):
+            what = f"{i.step.kind}@{i.step.axis}"
+        elif isinstance(i, Compute):
+            what = i.op.removesuffix(".default")
         used = " ".join(f"r{r}" for r in uses(i))
         free = f" free {' '.join(f'r{r}' for r in i.frees)}" if i.frees else ""
         place = " in place" if isinstance(i, Compute) and i.inplace else ""
@@ -437,7 +441,8 @@ def test_memory_by_hand() -> None:
 
 def test_memory_is_what_a_run_measures() -> None:
     plan = plan_of(layers(4, width=6))
-    state = [{s.path: torch.zeros(s.storage.local_shape(plan.mesh, c)) for s in plan.slots.values()} for c in plan.mesh.coords()]  # type: ignore[union-attr]
+    specs = {s.path: s.storage for s in plan.slots.values() if s.storage is not None}
+    state = [{p: torch.zeros(s.local_shape(plan.mesh, c)) for p, s in specs.items()} for c in plan.mesh.coords()]
     inputs = {"tokens": torch.ones(3, 6), "optimizer.param_groups[0].lr": 0.1}
     outcomes = simulate([Executor(plan.instructions, plan.mesh, c, "cpu") for c in plan.mesh.coords()], state, [inputs] * 2)
     assert {o.stats.peak_bytes for o in outcomes} == {plan.memory.peak_bytes}
@@ -606,7 +611,8 @@ def test_values_round_trip() -> None:
     spec = ShardSpec.parse("[3·8@tp·64, 5@(dp,tp2)] +sum@pp")
     values = [
         None, True, 3, 0.1, float("inf"), float("-inf"), 1e-300, "x", (1, [2, (3.5,)]), {"a": (1,)}, Ref(4), Local(spec),
-        LocalDim(spec.dims[0]), slice(None, Ref(1), 2), torch.float8_e4m3fn, torch.bfloat16, torch.device("cuda:1"), torch.strided,
+        LocalDim(spec.dims[0]), slice(None, Ref(1), 2), torch.float8_e4m3fn, torch.bfloat16, torch.device("cuda:1"),
+        torch.strided,
         torch.channels_last, torch.contiguous_format, 1 + 2j, Out(3, spec, torch.int8), Out(4, None, None),
         Step("all_gather", "dp", ShardSpec.parse("[8@dp]"), ShardSpec.parse("[8]")), ShardSpec(()),
     ]  # fmt: skip
@@ -660,9 +666,8 @@ def test_hash_is_the_same_in_other_processes() -> None:
     script = "import sys; sys.path.insert(0, 'tests'); import test_plan as t; print(t.plan_of(t.layers(3), zero=3).hash)"
     mine = plan_of(layers(3), zero=3).hash
     for seed in ("1", "2"):
-        done = subprocess.run(
-            [sys.executable, "-c", script], capture_output=True, text=True, check=True, env={**os.environ, "PYTHONHASHSEED": seed}
-        )
+        env = {**os.environ, "PYTHONHASHSEED": seed}
+        done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, env=env)
         assert done.stdout.strip() == mine
     assert mine != plan_of(layers(3, 1), zero=1).hash and mine != plan_of(layers(3, mesh=4), zero=3).hash
 
