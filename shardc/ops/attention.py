@@ -122,6 +122,8 @@ def _aligned(mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, scale: float | None, enable_gqa: bool
 ) -> tuple[Tensor, Tensor]:
+    if not q.numel() and _flash_fits(q, k, v, mask):  # no batch or no heads: nothing to compute
+        return _fake_forward(q, k, v, mask, is_causal, scale, enable_gqa)
     k, v = _repeated(q, k, v) if enable_gqa else (k, v)
     if q.device.type == "cuda":
         kind = _cuda_kernel(q, v, mask)
@@ -131,12 +133,10 @@ def _forward(
         if kind == "efficient":
             out, lse, *_ = _torch.efficient_cuda(q, k, v, _aligned(mask, q, k), True, 0.0, is_causal, scale=scale)
             return out, lse[..., : q.shape[2]].contiguous()
-    elif q.numel() and k.numel() and _flash_fits(q, k, v, mask):
+    elif _flash_fits(q, k, v, mask):
         out, lse = _torch.flash_cpu(q, k, v, 0.0, is_causal, attn_mask=_additive(mask, q), scale=scale)
         return out, lse
-    out, lse = _math(q, k, v, mask, is_causal, _scale(q, scale))
-    want, _ = _fake_forward(q, k, v, mask, is_causal, scale, False)  # of a part without elements the layout is kept as well
-    return (out if out.stride() == want.stride() else want.copy_(out)), lse
+    return _math(q, k, v, mask, is_causal, _scale(q, scale))
 
 
 def _fake_forward(
@@ -153,6 +153,8 @@ def _backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, out: Tensor, lse: Tensor,
     is_causal: bool, scale: float | None, enable_gqa: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    if not q.numel() and _flash_fits(q, k, v, mask):
+        return _fake_backward(grad, q, k, v, mask, out, lse, is_causal, scale, enable_gqa)
     key, value = k, v
     k, v = _repeated(q, k, v) if enable_gqa else (k, v)
     kind = _cuda_kernel(q, v, mask) if q.device.type == "cuda" else "math"
@@ -167,7 +169,7 @@ def _backward(
         dq, dk, dv, _ = _torch.efficient_cuda_backward(
             grad, q, k, v, _aligned(mask, q, k), out, padded, seed, seed, 0.0, [True, True, True, False], is_causal, scale=scale
         )
-    elif q.device.type == "cpu" and q.numel() and k.numel() and _flash_fits(q, k, v, mask):
+    elif q.device.type == "cpu" and _flash_fits(q, k, v, mask):
         dq, dk, dv = _torch.flash_cpu_backward(
             grad, q, k, v, out, lse, 0.0, is_causal, attn_mask=_additive(mask, q), scale=scale
         )

@@ -117,7 +117,8 @@ def _sgd(
     if p.is_meta:
         return None
     grad, more = _like(grad, p), [] if buffer is None else [buffer]
-    if not _fusable(p, grad, *more):
+    # torch 2.13's fused SGD on CPU leaves half parameters as they are (64 elements, bfloat16: no change at all)
+    if not _fusable(p, grad, *more) or (p.device.type == "cpu" and p.dtype.itemsize < 4):
         return loops.sgd(p, grad, buffer, first, lr, momentum, dampening, weight_decay, nesterov, maximize)
     _torch.fused_sgd_(
         [p], [grad], more, weight_decay=float(weight_decay), momentum=float(momentum), lr=float(lr),
@@ -216,7 +217,9 @@ _Emit = Callable[[dict[str, Any]], None]
 
 def _ordinary(given: dict[str, Any], numbers: str) -> bool:
     """Whether the operators cover this call: dense real tensors, plain or symbolic numbers, no special modes."""
-    if any(given.get(flag) for flag in ("differentiable", "capturable", "grad_scale", "found_inf")):
+    if torch.is_grad_enabled() or any(given.get(flag) is not None for flag in ("grad_scale", "found_inf")):
+        return False  # gradients flow through the updates of a differentiable optimizer only
+    if given.get("differentiable") or given.get("capturable"):
         return False
     tensors = [*given["params"], *given["grads"]]
     return all(isinstance(given[name], Number) for name in numbers.split()) and not any(
@@ -265,7 +268,7 @@ def _emit_rmsprop(a: dict[str, Any]) -> None:
     op = getattr(torch.ops.shardc, "rmsprop" + "_centered" * centered + "_momentum" * moving)
     for k, (p, grad) in enumerate(zip(a["params"], a["grads"], strict=True)):
         state = [a["square_avgs"][k], a["state_steps"][k]]
-        state += [a["grad_avgs"][k]] * centered + [a["momentum_buffer_list"][k]] * moving
+        state += [a[name][k] for name, used in (("grad_avgs", centered), ("momentum_buffer_list", moving)) if used]
         _assign([p, *state], op(p, grad, *state, *numbers))
 
 
