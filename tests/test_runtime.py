@@ -16,7 +16,18 @@ from hypothesis import strategies as st
 
 from shardc.errors import InputError, RuntimeFailure, StateError
 from shardc.instructions import (
-    Collective, Compute, Delete, Input, Instruction, Local, LocalDim, Out, Read, Ref, Return, Write,
+    Collective,
+    Compute,
+    Delete,
+    Input,
+    Instruction,
+    Local,
+    LocalDim,
+    Out,
+    Read,
+    Ref,
+    Return,
+    Write,
 )  # fmt: skip
 from shardc.mesh import Mesh
 from shardc.reshard import Step, reshard
@@ -289,7 +300,14 @@ def adam(inplace: bool) -> list[Instruction]:
     outs = (out(5, "[5, 3]"), out(6, "[5, 3]"), out(7, "[5, 3]"), out(8, "[]", F32))
     pairs = ((0, 0), (1, 2), (2, 3), (3, 4)) if inplace else ()
     program.append(
-        Compute("adam", op="shardc.adam.default", args=(*map(Ref, range(5)), *numbers), outs=outs, inplace=pairs, frees=tuple(range(5)))
+        Compute(
+            "adam",
+            op="shardc.adam.default",
+            args=(*map(Ref, range(5)), *numbers),
+            outs=outs,
+            inplace=pairs,
+            frees=tuple(range(5)),
+        )
     )
     program += [Write(f"w{k}", slot=k, src=r, frees=(r,)) for k, r in (("p", 5), ("m", 6), ("v", 7), ("t", 8))]
     return [*program, Return("return")]
@@ -312,7 +330,14 @@ def test_updates_in_place_take_no_memory() -> None:
 def test_a_failure_names_instruction_line_and_operands() -> None:
     program: list[Instruction] = [
         Input("x", path="x", out=out(0, "[4, 3]")),
-        Compute("bad", line="train.py:41", module="model.h.3.mlp", op="aten.mm.default", args=(Ref(0), Ref(0)), outs=(out(1, "[4, 3]"),)),
+        Compute(
+            "bad",
+            line="train.py:41",
+            module="model.h.3.mlp",
+            op="aten.mm.default",
+            args=(Ref(0), Ref(0)),
+            outs=(out(1, "[4, 3]"),),
+        ),
         Return("return", results=(1,), specs=()),
     ]
     with pytest.raises(RuntimeFailure) as info:
@@ -414,7 +439,15 @@ def test_prediction_equals_measurement_equals_profiler(width: int) -> None:
 
 def test_timeline_and_categories() -> None:
     mesh, program = Mesh(dp=2), mlp(8, 4)
-    kinds = {"w": "parameters", "u": "parameters", "x": "other", "gw": "gathered", "gu": "gathered", "g": "gradients", "rs": "gradients"}
+    kinds = {
+        "w": "parameters",
+        "u": "parameters",
+        "x": "other",
+        "gw": "gathered",
+        "gu": "gathered",
+        "g": "gradients",
+        "rs": "gradients",
+    }
     profile = dry_run(program, mesh, categories=kinds)
     names = [name for name, _ in profile.timeline]
     assert names.index("gw") < names.index("h") and profile.peak_bytes == max(n for _, n in profile.timeline)
@@ -503,7 +536,9 @@ def _fail_on_one(how: str) -> str:
     program = collectives([step])[:-1]
     if rank == 1:
         if how == "raise":
-            program.append(Compute("bad", line="train.py:7", op="aten.mm.default", args=(Ref(1), Ref(1)), outs=(out(2, "[4]"),)))
+            program.append(
+                Compute("bad", line="train.py:7", op="aten.mm.default", args=(Ref(1), Ref(1)), outs=(out(2, "[4]"),))
+            )
         else:
             program.append(Compute("bad", op="operator.call", args=(Dies(),), outs=(number(2),)))
     program.append(Collective("again", step=step, src=1, out=out(9, "[4]")))
