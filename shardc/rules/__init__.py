@@ -6,4 +6,14 @@ from shardc.rules.localise import localise
 from shardc.rules.registry import has_rule, register, rule_for, unregister
 from shardc.rules.rule import Rule
 
-__all__ = ["Rule", "decompositions", "has_rule", "localise", "map_operands", "register", "rule_for", "tensor_operands", "unregister"]
+__all__ = [
+    "Rule",
+    "decompositions",
+    "has_rule",
+    "localise",
+    "map_operands",
+    "register",
+    "rule_for",
+    "tensor_operands",
+    "unregister",
+]

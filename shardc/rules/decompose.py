@@ -47,7 +47,7 @@ def _moments(x: Tensor, dim: Sequence[int] | None, correction: float | None, kee
     count = _count(x, dims)
     average = aten.div.Scalar(total(work, dims, True), count)
     centred = aten.sub.Tensor(work, average)
-    square = aten.mul.Tensor(centred, aten.conj_physical.default(centred)) if x.is_complex() else aten.mul.Tensor(centred, centred)
+    square = aten.mul.Tensor(centred, aten.conj_physical.default(centred) if x.is_complex() else centred)
     if x.is_complex():
         square = aten.select.int(aten.view_as_real.default(square), -1, 0)
     free = max(count - (1 if correction is None else correction), 0)

@@ -79,7 +79,9 @@ def bce_backward(grad: Tensor, x: Tensor, y: Tensor, weight: Tensor | None = Non
     return aten.mul.Tensor(slope, _scaled(grad, x.numel(), reduction))  # type: ignore[no-any-return]
 
 
-def bce_logits(x: Tensor, y: Tensor, weight: Tensor | None = None, pos_weight: Tensor | None = None, reduction: int = MEAN) -> Tensor:
+def bce_logits(
+    x: Tensor, y: Tensor, weight: Tensor | None = None, pos_weight: Tensor | None = None, reduction: int = MEAN
+) -> Tensor:
     """``(1 - y) x + (1 + (pos - 1) y) log(1 + exp(-x))``."""
     soft = aten.softplus.default(aten.neg.default(x))
     if pos_weight is not None:

@@ -58,9 +58,7 @@ def index_put(call: Call) -> Rule:
     for f in {f for t in indices for d in t for f in d}:
         draft.kinds[f] = WHOLE
     values = len(indices) + 1
-    return draft.rule(
-        [dims, *indices, draft.broadcast(call.operands[values].shape, out)], [dims], [frozenset({0, values})]
-    )
+    return draft.rule([dims, *indices, draft.broadcast(call.operands[values].shape, out)], [dims], [frozenset({0, values})])
 
 
 def _beside(draft: Draft, shape: tuple[int, ...], index: tuple[int, ...], k: int) -> tuple[list[DimFactors], list[DimFactors]]:

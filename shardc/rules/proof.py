@@ -69,7 +69,9 @@ def rule_of(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Rul
     return rule_for(op, *typed, kinds if isinstance(whole, (tuple, list)) else kinds[0]), results
 
 
-def prove(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None, parts: Sequence[int] = (2, 3)) -> list[Violation]:
+def prove(
+    op: Op, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None, parts: Sequence[int] = (2, 3)
+) -> list[Violation]:
     """All claims of the rule of this call that do not hold on its data.
 
     Args:
@@ -262,7 +264,9 @@ def _partial(
         pieces = [p[k] for p in parts]
         if whole is not None:  # infinities and nans of the whole do not come from sums
             out, finite = reduce([p for p in pieces if p is not None], reduction), torch.isfinite(whole)
-            found = differs(torch.where(finite, out, 0), torch.where(finite, whole, 0)) if out.shape == whole.shape else "is of another shape"
+            if out.shape != whole.shape:
+                return f"result {k} has shape {list(out.shape)}, not {list(whole.shape)}"
+            found = differs(torch.where(finite, out, 0), torch.where(finite, whole, 0))
             if found:
                 return f"result {k} {found}"
     return ""
@@ -343,6 +347,7 @@ def _layout_of(whole: Tensor | None, pieces: list[Tensor | None]) -> Placement |
         return "sum"
     for k in range(whole.dim()):
         rest = [n for i, n in enumerate(whole.shape) if i != k]
-        if all([n for i, n in enumerate(p.shape) if i != k] == rest for p in (a, b)) and not differs(torch.cat([a, b], k), whole):
+        fits = all([n for i, n in enumerate(p.shape) if i != k] == rest for p in (a, b))
+        if fits and not differs(torch.cat([a, b], k), whole):
             return k
     return None

@@ -265,7 +265,16 @@ def networks() -> Iterator[Sample]:
     for shape, w, b in (([5], ints(5), ints(5, hi=9)), ([3, 5], ints(3, 5), None), ([5], None, None)):
         out = aten.native_layer_norm.default(x, shape, w, b, 1e-5)
         yield call(aten.native_layer_norm.default, x, shape, w, b, 1e-5)
-        yield call(aten.native_layer_norm_backward.default, ints(4, 3, 5, hi=9), x, shape, *out[1:], w, b, [True, w is not None, b is not None])
+        yield call(
+            aten.native_layer_norm_backward.default,
+            ints(4, 3, 5, hi=9),
+            x,
+            shape,
+            *out[1:],
+            w,
+            b,
+            [True, w is not None, b is not None],
+        )
     image, kernel, bias = ints(4, 3, 6, 7), ints(5, 3, 2, 3), ints(5)
     grad = ints(4, 5, 5, 5)
     tail = ([1, 1], [0, 0], [1, 1], False, [0, 0], 1)
@@ -344,7 +353,9 @@ def attentions() -> Iterator[Sample]:
     flash = aten._scaled_dot_product_flash_attention_for_cpu.default
     out, lse = flash(q, k, v)
     yield Sample(flash, (q, k, v))
-    yield Sample(aten._scaled_dot_product_flash_attention_for_cpu_backward.default, (torch.ones_like(out), q, k, v, out, lse, 0.0, False))
+    yield Sample(
+        aten._scaled_dot_product_flash_attention_for_cpu_backward.default, (torch.ones_like(out), q, k, v, out, lse, 0.0, False)
+    )
 
 
 def updates() -> Iterator[Sample]:
