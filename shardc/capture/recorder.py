@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardc import _torch
+from shardc.capture.constants import constant_value
 from shardc.capture.lines import Place, place
 from shardc.capture.numbers import Number, is_symbol, symbol
 from shardc.errors import CaptureError
@@ -187,6 +188,9 @@ class Recorder(TorchDispatchMode):
         pytype = bool if x.dtype == torch.bool else float if x.dtype.is_floating_point else int
         if source.target is aten.full.default and isinstance(source.args[1], (bool, int, float)):
             return pytype(source.args[1])
+        known = constant_value(source, self.info, self.constants)
+        if known is not None:
+            return pytype(known.item())
         phase, where = self._place([source])
         node = self.graph.call_function(aten._local_scalar_dense.default, (source,))
         self.info[node] = Info(None, phase, where.module, where.line)

@@ -17,6 +17,9 @@ RTOL = 1e-10
 ROUNDING = 10.0
 """How many times further than its own rounding a tensor may be from the reference."""
 
+EPSILONS = 8.0
+"""Allowed difference of values in a type narrower than float64, in units of its machine epsilon."""
+
 
 @dataclass(frozen=True)
 class Difference:
@@ -100,7 +103,8 @@ class Tally:
         if not want.numel():
             return
         gap, scale = distance(got, want), magnitude(want)
-        if gap <= self.rtol * scale:
+        rtol = max(self.rtol, EPSILONS * torch.finfo(want.dtype).eps)  # what a model keeps in a narrow type rounds there
+        if gap <= rtol * scale:
             if scale and gap / scale > self.worst:
                 self.worst, self.worst_path = gap / scale, path
             return
@@ -110,7 +114,7 @@ class Tally:
             yield Rounded(index, path, gap, own)
             return
         at = _where(got, want)
-        allowed, relative = max(self.rtol * scale, ROUNDING * own), gap / scale if scale else float("inf")
+        allowed, relative = max(rtol * scale, ROUNDING * own), gap / scale if scale else float("inf")
         text = f"differs by {gap:.3e} (largest entry {scale:.3e}, relative {relative:.1e}; allowed {allowed:.1e})"
         yield Difference(index, path, f"{text}; at {list(at)}: {got[at].item():.6g}, should be {want[at].item():.6g}")
 
