@@ -7,7 +7,7 @@ it is given are the arguments of the local call: tensors are this rank's parts, 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -35,6 +35,7 @@ RANDOM_OPS: dict[str, str] = {
 _BITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
 _CHUNK = 1 << 18
 Raw = np.ndarray[Any, np.dtype[np.uint64]]
+Index = np.ndarray[Any, np.dtype[np.int64]]
 
 
 class Stream(Protocol):
@@ -247,24 +248,21 @@ class CounterStream:
         return out
 
 
-def _spans(starts: np.ndarray[Any, Any], inner: int) -> list[tuple[int, int, np.ndarray[Any, Any] | None]]:
+def _spans(starts: Index, inner: int) -> Iterator[tuple[int, int, Index | None]]:
     """(first element, count, elements to keep or None for all), covering runs of `inner` elements at `starts`, in order."""
     joined = np.flatnonzero(np.diff(starts) != inner) + 1  # runs that touch are one
-    begins = starts[np.concatenate([[0], joined])].tolist()
-    ends = (starts[np.concatenate([joined - 1, [len(starts) - 1]]).astype(np.int64)] + inner).tolist()
-    out: list[tuple[int, int, np.ndarray[Any, Any] | None]] = []
-    k = 0
-    while k < len(begins):
-        j = k
-        while j + 1 < len(begins) and begins[j + 1] - ends[j] <= 2048 and ends[j + 1] - begins[k] <= _CHUNK:
-            j += 1
-        if j == k:
-            out.append((begins[k], ends[k] - begins[k], None))
-        else:
-            keep = np.concatenate([np.arange(b, e) for b, e in zip(begins[k : j + 1], ends[k : j + 1], strict=True)])
-            out.append((begins[k], ends[j] - begins[k], keep))
-        k = j + 1
-    return out
+    begins = starts[np.concatenate([[0], joined]).astype(np.int64)]
+    ends = starts[np.concatenate([joined - 1, [len(starts) - 1]]).astype(np.int64)] + inner
+    wide = np.flatnonzero(begins[1:] - ends[:-1] > 2048) + 1  # gaps that are worth a new start
+    for k, last in zip([0, *wide.tolist()], [*wide.tolist(), len(begins)], strict=True):
+        while k < last:
+            j = max(k + 1, min(last, int(np.searchsorted(ends, begins[k] + _CHUNK, side="right"))))
+            begin, count = int(begins[k]), int(ends[j - 1] - begins[k])
+            lengths = ends[k:j] - begins[k:j]
+            before = np.cumsum(lengths) - lengths
+            keep = np.repeat(begins[k:j] - before, lengths) + np.arange(int(lengths.sum())) if j - k > 1 else None
+            yield begin, count, keep
+            k = j
 
 
 def _open(raw: Raw) -> Tensor:
