@@ -365,3 +365,22 @@ def test_closure_and_global_state(plain_ops: None) -> None:
     before = [p.detach().clone() for p in model.parameters()]
     replay(found, world)
     assert all(not torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
+def test_pretended_steady_state_leaves_no_trace() -> None:
+    def step(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> Tensor:
+        loss = F.mse_loss(model(x), y)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    model = MLP()
+    optimizer = torch.optim.AdamW(model.parameters())
+    args = (model, optimizer, *batches(1)[0])
+    world = observe(step, args, {})
+    first = capture(step, args, {}, world)
+    with first.effects.pretended(world, first.program.slots):
+        steady = observe(step, args, {})
+        program = capture(step, args, {}, steady).program
+    assert set(program.entry) == set(program.exit) == set(first.program.exit)
+    assert observe(step, args, {}).key == world.key and not optimizer.state

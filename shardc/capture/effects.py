@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch
 from torch import Tensor, fx
 from torch._subclasses.functional_tensor import FunctionalTensor
 
@@ -155,6 +156,49 @@ class Effects:
 def _blank(type_: TensorType, device: torch.device) -> Tensor:
     """A tensor without values; on the CPU its memory is not touched."""
     return torch.empty_strided(type_.shape, type_.stride, dtype=type_.dtype, device=device)
+
+    @contextlib.contextmanager
+    def pretended(self, world: World, slots: Mapping[str, Slot]) -> Iterator[None]:
+        """While inside, the user's objects look as they do after one step, with empty tensors: to plan the steady state.
+
+        Args:
+            world: of the call that was captured.
+            slots: the captured program's.
+        """
+        gone = [(world.slots[path], world.slots[path].get()) for path in self.deleted if path in world.slots]
+        undo: list[tuple[Any, Any]] = []
+        try:
+            for ref, _ in gone:
+                ref.delete()
+            for entry in self.created:
+                type_ = slots[entry.path].type if entry.kind is not None else None
+                if entry.kind is SlotKind.GRADIENT:
+                    param = world.slots[entry.of].get()
+                    undo.append((param, "grad"))
+                    param.grad = _empty(type_, param)
+                elif entry.owner in world.optimizers and entry.of:
+                    optimizer, param = world.optimizers[entry.owner], world.slots[entry.of].get()
+                    if param not in optimizer.state:
+                        undo.append((optimizer.state, param))
+                    undo.append((optimizer.state[param], entry.key))
+                    optimizer.state[param][entry.key] = entry.value if type_ is None else _empty(type_, None)
+            yield
+        finally:
+            for holder, key in reversed(undo):
+                if isinstance(holder, Tensor):
+                    holder.grad = None
+                else:
+                    holder.pop(key, None)
+            for ref, tensor in gone:
+                ref.set(tensor)
+
+
+def _empty(type_: TensorType | None, like: Tensor | None) -> Tensor:
+    """A tensor without values: on meta, or for a gradient where its parameter is (torch wants it there)."""
+    assert type_ is not None
+    if like is not None and hasattr(like, "placements"):
+        return torch.empty_like(like)
+    return torch.empty_strided(type_.shape, type_.stride, dtype=type_.dtype, device="meta" if like is None else like.device)
 
 
 def after(trace: _Trace, arguments: dict[str, Any]) -> Effects:

@@ -54,14 +54,15 @@ class Twin:
         if isinstance(obj, types.FunctionType):
             return self._function(obj)
         if isinstance(obj, types.MethodType):
-            return types.MethodType(self.copy(obj.__func__), self.copy(obj.__self__))
+            return self._remember(obj, types.MethodType(self.copy(obj.__func__), self.copy(obj.__self__)))
         if isinstance(obj, types.CellType):
             return self._cell(obj)
         if isinstance(obj, weakref.ref):
             target = obj()
-            return obj if target is None else weakref.ref(self.copy(target))
+            return obj if target is None else self._remember(obj, weakref.ref(self.copy(target)))
         if isinstance(obj, functools.partial):
-            return functools.partial(self.copy(obj.func), *map(self.copy, obj.args), **{k: self.copy(v) for k, v in obj.keywords.items()})
+            keywords = {k: self.copy(v) for k, v in obj.keywords.items()}
+            return self._remember(obj, functools.partial(self.copy(obj.func), *map(self.copy, obj.args), **keywords))
         if isinstance(obj, dict):
             return self._dict(obj)
         if isinstance(obj, (list, set, collections.deque)):
@@ -70,7 +71,7 @@ class Twin:
             parts = [self.copy(x) for x in obj]
             if all(a is b for a, b in zip(parts, obj, strict=True)):
                 return obj
-            return type(obj)(*parts) if hasattr(obj, "_fields") else type(obj)(parts)
+            return self._remember(obj, type(obj)(*parts) if hasattr(obj, "_fields") else type(obj)(parts))
         return self._object(obj) if descends(type(obj)) else obj
 
     def _remember(self, obj: Any, twin: Any) -> Any:
