@@ -19,7 +19,7 @@ from torch import fx
 
 from shardc.dtypes import from_short
 from shardc.errors import PlanError
-from shardc.instructions import Collective, Compute, Delete, Input, Local, LocalDim, Out, Read, Ref, Return, Write
+from shardc.instructions import Collective, Compute, Delete, Input, Local, LocalDim, Out, Read, Ref, Write
 from shardc.mesh import Mesh
 from shardc.plan import Plan, build
 from shardc.plan.alias import last_uses, outs, uses

@@ -13,6 +13,14 @@ from shardc.spec import ShardSpec
 if TYPE_CHECKING:
     from shardc.plan.plan import Plan
 
+NOUN = {
+    SlotKind.PARAMETER: "parameters",
+    SlotKind.BUFFER: "buffers",
+    SlotKind.OPTIMIZER: "tensors of optimizer state",
+    SlotKind.GRADIENT: "gradients",
+    SlotKind.TENSOR: "other tensors",
+}
+
 
 def render(plan: Plan) -> str:
     """The printout of `str(plan)`: state, communication, memory, time, notes; repeated layers folded."""
@@ -105,16 +113,7 @@ def time_line(plan: Plan) -> str:
 
 def notes(plan: Plan) -> list[str]:
     lines = []
-    entries = [r for r in plan.replicated if r.bytes]
-    if entries:
-        folded = fold((r.name, (r.reason, r.bytes)) for r in entries)
-        for row in sorted(folded, key=lambda f: -sum(entries[m].bytes for m in f.members)):
-            first = entries[row.members[0]]
-            total = sum(entries[m].bytes for m in row.members)
-            where = f" ({first.where})" if first.where and first.where != first.name else ""
-            lines.append(f"replicated: {row.path}{where} · {size(total)} · {first.reason}")
-    else:
-        lines.append("replicated: none")
+    lines += _replicated(plan)
     again = plan.gathers_in_backward
     lines.append(f"recomputed: {again} gathers" if again else "recomputed: none")
     grads = [s for s in plan.slots.values() if s.kind == SlotKind.GRADIENT and s.path in plan.kept]
@@ -125,3 +124,22 @@ def notes(plan: Plan) -> list[str]:
         )
     lines += plan.notes
     return ["", *[("notes    " if k == 0 else " " * 9) + line for k, line in enumerate(dict.fromkeys(lines))]]
+
+
+def _replicated(plan: Plan) -> list[str]:
+    """What is whole on every rank: state by kind and reason (each tensor's spec stands above), values one by one."""
+    groups: dict[tuple[str, str], list[int]] = {}
+    values = []
+    for r in plan.replicated:
+        slot = plan.slots.get(r.name)
+        if slot is None:
+            values.append(r)
+        else:
+            groups.setdefault((NOUN[slot.kind], r.reason), []).append(r.bytes)
+    lines = [f"{len(n)} {noun}, {size(sum(n))} ({reason})" for (noun, reason), n in groups.items()]
+    for row in fold((r.name, (r.reason, r.where, r.bytes)) for r in values):
+        first = values[row.members[0]]
+        times = f" x {len(row.members)}" if len(row.members) > 1 else ""
+        where = f", {first.where}" if first.where else ""
+        lines.append(f"{row.path}{times}, {size(first.bytes * len(row.members))} ({first.reason}{where})")
+    return [f"replicated: {line}" for line in lines] or ["replicated: none"]

@@ -47,7 +47,7 @@ def find_replicated(program: Program, code: Sequence[Instruction], options: Mapp
         elif stage is not None:
             reason = f"zero={zero}"
         else:
-            reason = f"a {slot.kind}" if slot.kind != SlotKind.TENSOR else "a tensor that an argument holds"
+            reason = "never split unless pinned"
         out.append(Replicated(path, slot.type.nbytes, reason))
     return (*out, *_computed(code, program))
 
