@@ -10,6 +10,7 @@ import functools
 import gc
 import sys
 import types
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -51,6 +52,10 @@ def places(owners: Iterable[object], wanted: Iterable[Tensor]) -> Places:
                     hooks = (getattr(value, "_backward_hooks", None), getattr(value, "_post_accumulate_grad_hooks", None))
                     todo.extend((x, _refuse) for x in (*hooks, value.__dict__) if x)
                 out.put.setdefault(id(value), []).append(put)
+            continue
+        if isinstance(value, weakref.ref):  # an LSTM watches its weights so
+            if id(target := value()) in ids:
+                out.put.setdefault(id(target), []).append(functools.partial(_set_weak, put))
             continue
         if isinstance(value, _ATOMS) or id(value) in out.known and not isinstance(value, tuple):
             continue
@@ -132,6 +137,10 @@ def _set_attribute(owner: object, name: str, new: Any) -> None:
         object.__setattr__(owner, name, new)
     else:
         _refuse(new)
+
+
+def _set_weak(put: Put, new: Any) -> None:
+    put(weakref.ref(new))
 
 
 def _rekey(table: dict[Any, Any], old: Tensor, new: Tensor) -> None:

@@ -128,15 +128,16 @@ def shard_module_state(
         names = [f"{path} {TensorType.of(t)}" for path, t in plain.items()]
         agree_values(ranks, names, [fingerprint(t) for t in plain.values()], "initial state")
     if not ranks.distributed:
-        for t in plain.values():
-            if t.device.type != ranks.device.type:
-                t.data = t.data.to(ranks.device)
+        _move(plain.values(), ranks)
         return
     moving = {
         path: t
         for path, t in plain.items()
         if (ref := found[path][0]).kind is not SlotKind.GRADIENT and is_distributed(ref.kind, ref.of, spec_of[path])
     }
+    if not moving:
+        _move(plain.values(), ranks)
+        return
     where = places(owners, moving.values())
     where.known.update(id(h) for ref in refs for h, _ in getattr(ref, "holders", ()) if not isinstance(h, Tensor))
     where.known.update(map(id, (found, plain, moving, *found.values())))
@@ -157,11 +158,18 @@ def shard_module_state(
                 put(new)
             if ref.get() is t:
                 ref.set(new)
-        elif ref.kind is not SlotKind.GRADIENT and t.device.type != ranks.device.type:
-            t.data = t.data.to(ranks.device)
+        elif ref.kind is not SlotKind.GRADIENT:
+            _move([t], ranks)
     for module in where.modules:
-        if any(isinstance(t, DTensor) for t in (*module._parameters.values(), *module._buffers.values())):
+        known = any(getattr(hook, "hook", None) is _place_loaded for hook in module._load_state_dict_pre_hooks.values())
+        if not known and any(isinstance(t, DTensor) for t in (*module._parameters.values(), *module._buffers.values())):
             module.register_load_state_dict_pre_hook(_place_loaded)  # type: ignore[no-untyped-call]
+
+
+def _move(tensors: Iterable[Tensor], ranks: Ranks) -> None:
+    for t in tensors:
+        if t.device.type != ranks.device.type:
+            t.data = t.data.to(ranks.device)
 
 
 def _sharded(t: Tensor, spec: ShardSpec, grad_spec: ShardSpec, ranks: Ranks, path: str) -> Tensor:

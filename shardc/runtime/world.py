@@ -123,17 +123,17 @@ def setup(mesh: Mesh, near: Iterable[torch.Tensor] = ()) -> Ranks:
     Raises:
         MeshError: the mesh does not hold as many ranks as the world; a device that is not here.
     """
+    kind = mesh.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if mesh.simulated:
         if -1 in mesh.shape:
             raise MeshError(f"simulated mesh {mesh} has an axis of size -1", hint="give all sizes: there is no world to fill")
-        return Ranks(mesh, 0, _local_device(mesh.device or "cpu"))
+        return Ranks(mesh, 0, _local_device(kind))
     started = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     if not dist.is_initialized() and not started:
         resolved = mesh.resolve(1)
-        return Ranks(resolved, 0, _local_device(mesh.device or ("cuda" if torch.cuda.is_available() else "cpu")))
+        return Ranks(resolved, 0, _local_device(kind))
     world = dist.get_world_size() if dist.is_initialized() else int(os.environ["WORLD_SIZE"])
     resolved = mesh.resolve(world)  # before anything is started
-    kind = mesh.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if dist.is_initialized() and kind not in backends():
         if mesh.device is not None:
             raise MeshError(
