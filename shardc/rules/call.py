@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -64,29 +65,37 @@ class Call:
 
     def __init__(self, target: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], result: Types) -> None:
         self.target, self.args, self.kwargs = target, tuple(args), dict(kwargs)
-        self.name = str(target)
         self.operands: list[TensorType] = tensor_operands(self.args, self.kwargs)
         self.results: tuple[TensorType | None, ...] = result if isinstance(result, tuple) else (result,)
-        self._values: dict[str, Any] = {}
-        self._keys: dict[str, int | str] = {}
-        for k, a in enumerate(target._schema.arguments):
+
+    @property
+    def name(self) -> str:
+        return str(self.target)
+
+    @cached_property
+    def _bound(self) -> dict[str, tuple[int | str | None, Any]]:
+        """Argument name -> where it stands, and its value. Made when first asked for: elementwise rules never do."""
+        out: dict[str, tuple[int | str | None, Any]] = {}
+        for k, a in enumerate(self.target._schema.arguments):
+            name = a.name
             if k < len(self.args):
-                self._values[a.name], self._keys[a.name] = self.args[k], k
-            elif a.name in self.kwargs:
-                self._values[a.name], self._keys[a.name] = self.kwargs[a.name], a.name
+                out[name] = (k, self.args[k])
+            elif name in self.kwargs:
+                out[name] = (name, self.kwargs[name])
             else:
-                self._values[a.name] = a.default_value
+                out[name] = (None, a.default_value)
+        return out
 
     def __getitem__(self, name: str) -> Any:
         """Value of an argument, or its default."""
-        return self._values[name]
+        return self._bound[name][1]
 
     def __contains__(self, name: str) -> bool:
-        return name in self._values
+        return name in self._bound
 
     def key(self, name: str) -> int | str | None:
         """Where the argument stands in the call: a position, a keyword, or None where it is left out."""
-        return self._keys.get(name)
+        return self._bound.get(name, (None, None))[0]
 
     def sized(self, name: str, how: Sized) -> dict[int | str, Sized]:
         key = self.key(name)
@@ -94,10 +103,10 @@ class Call:
 
     def position(self, name: str) -> int | None:
         """Number among the operands of a tensor argument (of the first tensor of a list); None where it is absent."""
-        before = 0
+        before, wanted = 0, self.key(name)
         for key, value in [*enumerate(self.args), *self.kwargs.items()]:
             found = len(tensor_operands((value,), {}))
-            if key == self._keys.get(name):
+            if key == wanted:
                 return before if found else None
             before += found
         return None
@@ -212,3 +221,10 @@ def _names() -> Iterator[str]:
     for n in itertools.count():
         for letter in LETTERS:
             yield letter + (str(n) if n else "")
+
+
+def overload(name: str) -> torch._ops.OpOverload | None:
+    """The operator of a table's name (``aten.mm.default``); None where it is not defined in this process."""
+    space, packet, which = name.split(".")
+    op = getattr(getattr(getattr(torch.ops, space), packet, None), which, None)
+    return op if isinstance(op, torch._ops.OpOverload) else None

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from shardc.rules import decompose_losses, decompose_norms
 from shardc.rules.arithmetic import aten, cast, constant, total, wide
+from shardc.rules.call import overload
 
 Decomposition = Callable[..., Any]
 
@@ -193,12 +194,5 @@ def decompositions(split_products: bool = False) -> dict[torch._ops.OpOverload, 
             tensor parallelism: a row-parallel linear layer).
     """
     table = {**ALWAYS, **(WHEN_SPLIT if split_products else {})}
-    found = {_overload(name): fn for name, fn in table.items()}
+    found = {overload(name): fn for name, fn in table.items()}
     return {op: fn for op, fn in found.items() if op is not None}
-
-
-def _overload(name: str) -> torch._ops.OpOverload | None:
-    """None where this version of torch lacks the operator."""
-    space, packet, overload = name.split(".")
-    op = getattr(getattr(getattr(torch.ops, space), packet, None), overload, None)
-    return op if isinstance(op, torch._ops.OpOverload) else None

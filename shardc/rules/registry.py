@@ -11,7 +11,7 @@ import torch
 from shardc.errors import RuleError
 from shardc.program import Types
 from shardc.rules import create, index, losses, matmul, nn, optim, pointwise, reduce, views
-from shardc.rules.call import Builder, Call, Draft, sets
+from shardc.rules.call import Builder, Call, Draft, overload, sets
 from shardc.rules.rule import KINDS, DimFactors, Rule, parse_factors
 
 TABLES: dict[str, Mapping[str, Builder]] = {
@@ -26,13 +26,15 @@ TABLES: dict[str, Mapping[str, Builder]] = {
     "optim": optim.TABLE,
 }
 BUILT_IN: Mapping[str, Builder] = {name: builder for table in TABLES.values() for name, builder in table.items()}
-_REGISTERED: dict[str, Builder] = {}  # what `register` was told: the one thing that outlives a compilation
+_BY_OPERATOR: Mapping[torch._ops.OpOverload, Builder] = {
+    op: builder for name, builder in BUILT_IN.items() if (op := overload(name)) is not None
+}
+_REGISTERED: dict[torch._ops.OpOverload, Builder] = {}  # what `register` was told: the one thing that outlives a compilation
 
 
 def builder_of(target: torch._ops.OpOverload) -> Builder | None:
     """What makes the rules of an operator: the user's, the tables', or the elementwise one if torch says it is that."""
-    name = str(target)
-    found = _REGISTERED.get(name) or BUILT_IN.get(name)
+    found = _REGISTERED.get(target) or _BY_OPERATOR.get(target) or BUILT_IN.get(str(target))
     return found or (pointwise.pointwise() if pointwise.tagged(target) else None)
 
 
@@ -80,12 +82,12 @@ def register(op: torch._ops.OpOverload, rule: str) -> None:
         raise RuleError(f"{op} is not an operator overload", hint="torch.ops.mylib.myop.default")
     if op._schema.is_mutable:
         raise RuleError(f"{op} writes its arguments", hint="register a functional operator")
-    _REGISTERED[str(op)] = parse_rule(rule)
+    _REGISTERED[op] = parse_rule(rule)
 
 
 def unregister(op: torch._ops.OpOverload) -> None:
     """Forget what `register` was told of an operator."""
-    _REGISTERED.pop(str(op), None)
+    _REGISTERED.pop(op, None)
 
 
 def parse_rule(text: str) -> Builder:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from shardc.rules import pointwise
 from shardc.rules.arithmetic import aten
+from shardc.rules.call import overload
 from shardc.rules.registry import BUILT_IN
 
 Op = torch._ops.OpOverload
@@ -46,13 +47,6 @@ def ints(*shape: int, lo: int = -5, hi: int = 6, dtype: torch.dtype = torch.floa
 
 def index(*shape: int, below: int) -> Tensor:
     return ints(*shape, lo=0, hi=below, dtype=torch.int64)
-
-
-def overload(name: str) -> Op | None:
-    """The operator of a table's name; None where this torch lacks it."""
-    space, packet, which = name.split(".")
-    op = getattr(getattr(getattr(torch.ops, space), packet, None), which, None)
-    return op if isinstance(op, torch._ops.OpOverload) else None
 
 
 def is_random(op: Op) -> bool:
