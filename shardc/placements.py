@@ -136,11 +136,10 @@ def _cuts(dim: Dim, mesh: Mesh, k: int, spec: ShardSpec, where: str) -> tuple[Cu
         memo[dim] = next((cuts for cuts in _candidate_cuts(dim, mesh) if _agree(dim, cuts, mesh)), None)
     found: tuple[Cut, ...] | None = memo[dim]
     if found is None:
-        axes = [a for a in mesh.names if a in dim_axes(dim)]
+        even = Factor(dim_size(dim), tuple(a for a in mesh.names if a in dim_axes(dim)))
         raise SpecError(
             f"dim {k} of {spec} on mesh {mesh} cannot be stored: DTensor has no placement with this layout",
-            where=where, hint=f"split it over {', '.join(axes)} in the order of the mesh ({Factor(dim_size(dim), tuple(axes))}), "
-            "or choose sizes that divide evenly",
+            where=where, hint=f"split it over its axes in the order of the mesh ({even}), or choose sizes that divide evenly",
         )  # fmt: skip
     return found
 

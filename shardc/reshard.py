@@ -136,9 +136,19 @@ class _Resharding:
 
     def _reduce(self) -> bool:
         for axis, op in self.now.partial:
-            if axis not in self.goal.partial_axes and axis not in self.goal.axes:
+            if axis not in self.goal.partial_axes and (axis not in self.goal.axes or self._blocked(axis) > 2):
                 return self._go("all_reduce", axis, _reduced(self.now, axis), op)
         return False
+
+    def _blocked(self, axis: str) -> int:
+        """How much larger the value gets before it can be scattered over `axis`, as other axes are gathered to make room.
+
+        Reducing it whole before that sends twice its present bytes, scattering it after that its bytes then.
+        """
+        for _, _, f, g in self._factors():
+            if axis in g.axes:
+                return math.prod(self.mesh.axes[a] for a in f.axes[_common(f.axes, g.axes) :])
+        return 1
 
     def _gather(self) -> bool:
         """Gather an innermost axis that is not where it should be; those first that split nothing in the end."""
