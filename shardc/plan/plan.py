@@ -25,6 +25,7 @@ from shardc.plan.replicated import Replicated, find_replicated
 from shardc.plan.roles import Roles
 from shardc.plan.serialize import FORMAT, Decoder, Encoder, decode_mesh, digest, encode_mesh, plain
 from shardc.plan.timing import Time, predict
+from shardc.plan.uneven import Uneven, find_uneven
 from shardc.program import Program, Slot, TensorType
 
 
@@ -102,6 +103,11 @@ class Plan:
         """The axes over which the batch is split."""
         given = self.options.get("batch", ("dp",))
         return (given,) if isinstance(given, str) else tuple(given or ())
+
+    @cached_property
+    def uneven(self) -> tuple[Uneven, ...]:
+        """State and inputs whose split is uneven, with what that costs."""
+        return find_uneven(self.slots, self.instructions, self.mesh)
 
     @property
     def gathers_in_backward(self) -> int:
@@ -259,12 +265,13 @@ def _same(what: str, mine: Mapping[str, TensorType], theirs: Mapping[str, Tensor
                 where=path, hint=f"is it {near[0]}?" if near else "make a plan for this model",
             )  # fmt: skip
         if (theirs[path].shape, theirs[path].dtype) != (t.shape, t.dtype):
-            raise PlanError(f"this plan is for another model: {what} {path} is {t} there, {theirs[path]} here", where=path)
+            raise PlanError(f"this plan is for another model: {what} {path} is {t} there, {theirs[path]} here", where=path,
+                            hint="make a plan for this model and these inputs: step.lower(...).save(path)")  # fmt: skip
     extra = [p for p in theirs if p not in mine]
     if extra:
         raise PlanError(
             f"this plan is for another model: {what} {extra[0]} ({theirs[extra[0]]}) is not in it ({len(extra)} such)",
-            where=extra[0],
+            where=extra[0], hint="make a plan for this model: step.lower(...).save(path)",
         )
 
 
