@@ -6,6 +6,7 @@ import contextlib
 import contextvars
 import functools
 import os
+import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -211,7 +212,7 @@ class CompiledStep:
             t = world.inputs.get(path)
             lines.append(f"{path}: {value}" if t is None else f"{path}: {t.dtype} [*, {', '.join(map(str, t.shape[1:]))}] dims {t.dim()}")
         if self.options.rng == "torch":
-            lines.append(f"random generator: {hash(tuple(torch.default_generator.get_state()[:64].tolist()))}")
+            lines.append(f"random generator: {zlib.crc32(bytes(torch.default_generator.get_state().tolist()))}")
         return "\n".join(lines)
 
     def _find(self, world: World, call: Call) -> Variant | None:

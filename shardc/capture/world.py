@@ -13,6 +13,7 @@ import functools
 import inspect
 import types
 import weakref
+import zlib
 from collections.abc import Callable, Hashable, Iterator, MutableMapping
 from typing import Any
 
@@ -268,9 +269,9 @@ class _Walk:
             for i, v in enumerate(obj):
                 self.visit(f"{path}.{names[i]}" if names else f"{path}[{i}]", v, obj, i, data)
         elif isinstance(obj, (set, frozenset)):
-            self.world.signature[path] = (type(obj).__name__, len(obj), frozenset(x for x in obj if isinstance(x, ATOMS)))
+            self.world.signature[path] = (type(obj).__name__, len(obj), tuple(sorted(repr(x) for x in obj if isinstance(x, ATOMS))))
         elif isinstance(obj, types.FunctionType):
-            self.world.signature[path] = ("function", id(obj.__code__))
+            self.world.signature[path] = ("function", obj.__qualname__, obj.__code__.co_firstlineno, zlib.crc32(obj.__code__.co_code))
             for name, cell in zip(obj.__code__.co_freevars, obj.__closure__ or (), strict=True):
                 with contextlib.suppress(ValueError):  # an empty cell
                     self.visit(f"{path}.{name}", cell.cell_contents, cell, "", False)
