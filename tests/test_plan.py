@@ -497,6 +497,7 @@ peak 1.9 kB at aten.mm (model.h.11, train.py:1)
 time per step 2.4 ms on cpu (predicted)   compute 196 us | communication 2.2 ms | host 24 us
 
 notes    replicated: none
+         not captured: none
          recomputed: 11 gathers""")
 
 
@@ -515,6 +516,7 @@ peak 684 B at aten.sum (model, train.py:1)
 time per step 40 us on cpu (predicted)   compute 36 us | communication 0 | host 4 us
 
 notes    replicated: none
+         not captured: none
          recomputed: none""")
 
 
@@ -524,7 +526,7 @@ model.h.1.w: parameter f32[4, 4], 64 B
 storage  [4@dp, 4], 32 B per rank
 compute  [4, 4]
 owns     optimizer.state[1].exp_avg, optimizer.state[1].exp_avg_sq, optimizer.state[1].step
-why      storage of its slot
+why      zero=3 splits it over dp while it rests
 life     there before and after the step
 moved by
   %all_gather_1    all_gather@dp      f32[4, 4]     32 B  forward, model.h.1, train.py:1
@@ -665,10 +667,9 @@ def test_check_fits() -> None:
 def test_hash_is_the_same_in_other_processes() -> None:
     script = "import sys; sys.path.insert(0, 'tests'); import test_plan as t; print(t.plan_of(t.layers(3), zero=3).hash)"
     mine = plan_of(layers(3), zero=3).hash
-    for seed in ("1", "2"):
-        env = {**os.environ, "PYTHONHASHSEED": seed}
-        done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, env=env)
-        assert done.stdout.strip() == mine
+    env = {**os.environ, "PYTHONHASHSEED": "1"}
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, env=env)
+    assert done.stdout.strip() == mine
     assert mine != plan_of(layers(3, 1), zero=1).hash and mine != plan_of(layers(3, mesh=4), zero=3).hash
 
 

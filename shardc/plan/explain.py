@@ -64,9 +64,7 @@ def _slot(plan: Plan, slot: Slot) -> str:
     others = [s.path for s in plan.slots.values() if s.of == slot.path]
     if others:
         lines.append(f"owns     {', '.join(others)}")
-    entry = next((i for i in plan.instructions if isinstance(i, Read) and i.slot == slot.path), None)
-    if entry is not None and entry.name in plan.why:
-        lines.append(f"why      {plan.why[entry.name]}")
+    lines.append(f"why      {_reason(plan, slot)}")
     lines.append(f"life     {_life(plan, slot)}")
     rows = [_line(plan, i) for i in _moves(plan, slot)]
     if rows:
@@ -87,6 +85,20 @@ def _slot(plan: Plan, slot: Slot) -> str:
         how = " in place" if plan.aliases.owner(i.src) == slot.path else ""
         lines += [f"written{how} by", *("  " + row for row in table([_line(plan, maker)], right=(3,)))]
     return "\n".join(lines)
+
+
+def _reason(plan: Plan, slot: Slot) -> str:
+    zero = plan.options.get("zero", 0)
+    if slot.storage is None or slot.compute is None:
+        return "no layout was chosen"
+    pinned = f"pinned to {slot.compute} by params" if slot.compute.axes else ""
+    if not slot.storage.same(slot.compute, plan.mesh):
+        added = [a for a in slot.storage.axes if a not in slot.compute.axes]
+        split = f"zero={zero} splits it over {', '.join(added)} while it rests"
+        return f"{pinned}; {split}" if pinned else split
+    if pinned:
+        return pinned
+    return next((r.reason for r in plan.replicated if r.name == slot.path), "whole: nothing asks for a split")
 
 
 def _life(plan: Plan, slot: Slot) -> str:

@@ -114,6 +114,12 @@ def time_line(plan: Plan) -> str:
 def notes(plan: Plan) -> list[str]:
     lines = []
     lines += _replicated(plan)
+    for row in fold((u.name, (u.spec, u.bytes)) for u in plan.uneven):
+        first = plan.uneven[row.members[0]]
+        cost = size(sum(plan.uneven[m].bytes for m in row.members))
+        lines.append(f"uneven: {row.path} {first.spec}, {first.smallest:,} to {first.largest:,} elements a rank, costs {cost}")
+    if not any(note.startswith("not captured") for note in plan.notes):
+        lines.append("not captured: none")
     again = plan.gathers_in_backward
     lines.append(f"recomputed: {again} gathers" if again else "recomputed: none")
     grads = [s for s in plan.slots.values() if s.kind == SlotKind.GRADIENT and s.path in plan.kept]
