@@ -187,3 +187,16 @@ def _collective(new: str, old: str) -> Callable[..., Any]:
 
 all_gather_single = _collective("all_gather_single", "all_gather_into_tensor")
 reduce_scatter_single = _collective("reduce_scatter_single", "reduce_scatter_tensor")
+
+lookup("torch.compiler", "_is_compiling_flag")
+
+
+@contextlib.contextmanager
+def compiling(flag: bool = True) -> Iterator[None]:
+    """While inside, `torch.compiler.is_compiling()` says `flag`: libraries then avoid reading the values of tensors."""
+    before = torch.compiler._is_compiling_flag
+    torch.compiler._is_compiling_flag = flag  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        torch.compiler._is_compiling_flag = before  # type: ignore[attr-defined]

@@ -123,7 +123,7 @@ class _Trace:
             self._numbers()
             for ident, path in world.modules.items():
                 self.module_names[id(self.twin.memo[ident])] = path
-            with self._optimizer_flags(), _host_random():
+            with self._optimizer_flags(), _host_random(), _torch.compiling():
                 result = fn(*args, **kwargs)
             effects = after(self, arguments)
             self._poll()
@@ -248,10 +248,17 @@ class _Trace:
 
     @contextlib.contextmanager
     def _optimizer_flags(self) -> Iterator[None]:
-        """Optimizers run their loop path in the twin; the flags are put back before the world is compared."""
+        """Optimizers run their loop path in the twin, with the arithmetic they have outside of compilers.
+
+        Flags and hooks are put back before the world is compared.
+        """
         saved: list[tuple[dict[str, Any], str, Any]] = []
+        handles: list[Any] = []
         for optimizer in self.world.optimizers.values():
             twin = self.twin.memo[id(optimizer)]
+            inside = contextlib.ExitStack()
+            handles.append(twin.register_step_pre_hook(lambda *_, s=inside: s.enter_context(_torch.compiling(False))))
+            handles.append(twin.register_step_post_hook(lambda *_, s=inside: s.close()))
             for group in twin.param_groups:
                 for flag in ("foreach", "fused"):
                     if flag in group:
@@ -262,6 +269,8 @@ class _Trace:
         finally:
             for group, flag, value in saved:
                 group[flag] = value
+            for handle in handles:
+                handle.remove()
 
     # -- results -------------------------------------------------------------------------------------------------------
 
