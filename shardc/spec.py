@@ -271,8 +271,13 @@ class ShardSpec:
         return tuple(dim_indices(d, mesh, coord) for d in self.dims)
 
     def canonical(self, mesh: Mesh) -> ShardSpec:
-        partial = tuple((a, op) for a, op in self.partial if mesh.axes[a] > 1)
-        return ShardSpec(tuple(canonical_dim(d, mesh) for d in self.dims), partial)
+        """The one spec that stands for all those with these index sets and pending reductions on `mesh`."""
+        memo: dict[ShardSpec, ShardSpec] = mesh.memo.setdefault("canonical", {})
+        found = memo.get(self)
+        if found is None:
+            partial = tuple((a, op) for a, op in self.partial if mesh.axes[a] > 1)
+            found = memo[self] = ShardSpec(tuple(canonical_dim(d, mesh) for d in self.dims), partial)
+        return found
 
     def same(self, other: ShardSpec, mesh: Mesh) -> bool:
         """Whether every rank holds the same index set, and the same reductions are pending."""
