@@ -200,3 +200,19 @@ def compiling(flag: bool = True) -> Iterator[None]:
         yield
     finally:
         torch.compiler._is_compiling_flag = before  # type: ignore[attr-defined]
+
+
+@contextlib.contextmanager
+def when_printed(act: Callable[[], None]) -> Iterator[None]:
+    """While inside, `act` is called when a functionalised tensor is printed or formatted."""
+    before = FunctionalTensor.__repr__
+
+    def refuse(self: Any, *args: Any, **kwargs: Any) -> str:
+        act()
+        return before(self)
+
+    FunctionalTensor.__repr__ = refuse  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        FunctionalTensor.__repr__ = before  # type: ignore[method-assign]

@@ -15,7 +15,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from shardc import _torch
 from shardc.capture.names import Resolved
 from shardc.capture.numbers import is_symbol
-from shardc.capture.world import SlotRef, World, walk_world, write
+from shardc.capture.world import SCOPE, SlotRef, World, walk_world, write
 from shardc.errors import CaptureError, StateError
 from shardc.program import Slot, SlotKind, TensorType
 
@@ -313,7 +313,8 @@ class _Comparison:
     def _place(self, path: str) -> tuple[str, Any]:
         holder, key = self.new.places[path]
         owner = self.new.names.get(id(holder))
-        if owner is None or owner not in self.old.signature or isinstance(holder, (list, tuple)):
+        known = owner is not None and (owner in self.old.signature or owner.startswith(SCOPE.format("")))
+        if owner is None or not known or isinstance(holder, (list, tuple)):
             raise CaptureError(
                 f"a value of the step escapes into {path}", where=path,
                 hint="return it from the step and store it outside",

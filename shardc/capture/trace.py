@@ -123,7 +123,7 @@ class _Trace:
             self._numbers()
             for ident, path in world.modules.items():
                 self.module_names[id(self.twin.memo[ident])] = path
-            with self._optimizer_flags(), _host_random(), _torch.compiling():
+            with self._optimizer_flags(), _host_random(), _torch.compiling(), _torch.when_printed(self._printed):
                 result = fn(*args, **kwargs)
             effects = after(self, arguments)
             self._poll()
@@ -145,6 +145,10 @@ class _Trace:
             stack.enter_context(ops.sdpa_mode())
             stack.enter_context(ops.optimizer_kernels())
             yield
+
+    def _printed(self) -> None:
+        raise CaptureError("a tensor is printed or formatted inside the step, before it has a value", where=self.recorder.line(),
+                           hint="return it from the step and print it outside")  # fmt: skip
 
     def _placeholders(self) -> None:
         program, memo = self.program, self.twin.memo

@@ -193,6 +193,10 @@ def observe(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
     return walk_world(bind(fn, args, kwargs), named_values(fn))
 
 
+SCOPE = "the scope of {}"
+"""Name of the closure cell or the globals that hold a variable of the code."""
+
+
 def walk_world(arguments: dict[str, Any], outside: list[Resolved], index: bool = False, twin: bool = False) -> World:
     """`observe` for given arguments and outside variables; `index` fills the tables of containers, `twin` implies it."""
     world = World(arguments, outside=outside)
@@ -200,6 +204,7 @@ def walk_world(arguments: dict[str, Any], outside: list[Resolved], index: bool =
     for name, value in arguments.items():
         walk.visit(name, value, arguments, name, True)
     for found in outside:
+        walk.named(SCOPE.format(found.name), found.holder)
         if id(found.value) not in walk.seen:
             name = found.name if found.name not in world.signature else f"{found.name} (outside)"
             walk.visit(name, found.value, found.holder, found.key, False)
