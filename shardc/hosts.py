@@ -132,8 +132,7 @@ class LocalHost:
         pass
 
     def place(self, world: World, plan: Plan, owners: Sequence[object]) -> bool:
-        shard_module_state(world.slots.values(), _storage(plan), self.ranks, owners, compare=False)
-        return False
+        return shard_module_state(world.slots.values(), _storage(plan), self.ranks, owners, compare=False)
 
     def executors(self, plan: Plan) -> list[Executor]:
         return [Executor(plan.instructions, self.mesh, c, self.ranks.device) for c in self.mesh.coords()]
@@ -203,8 +202,7 @@ class ProcessHost:
         agree(self.ranks, what)
 
     def place(self, world: World, plan: Plan, owners: Sequence[object]) -> bool:
-        shard_module_state(world.slots.values(), _storage(plan), self.ranks, owners)
-        return True
+        return shard_module_state(world.slots.values(), _storage(plan), self.ranks, owners)
 
     def executors(self, plan: Plan) -> list[Executor]:
         return [Executor(plan.instructions, self.mesh, self.ranks.coord, self.ranks.device)]

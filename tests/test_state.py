@@ -19,6 +19,7 @@ from shardc.capture.world import World, observe
 from shardc.errors import AgreementError, ShardcError, SpecError, StateError
 from shardc.mesh import Mesh
 from shardc.program import SlotKind, TensorType
+from shardc.runtime.agree import agree_values
 from shardc.runtime.fingerprint import fingerprint
 from shardc.runtime.layout import assemble, cut, split
 from shardc.runtime.owners import places, strangers
@@ -28,14 +29,17 @@ from shardc.runtime.world import Ranks, setup
 from shardc.spec import ShardSpec
 from shardc.testing.processes import run_ranks
 
-SPECS = ["[7@dp, 5]", "[7, 5@(tp,dp)]", "[3·4@tp·2, 5@dp]", "[12@dp·2@tp, 5]", "[2@dp, 3@tp]", "[0@dp, 3]", "[5, 1@tp]", "[]", "[1@dp]"]
+SPECS = [
+    "[7@dp, 5]", "[7, 5@(tp,dp)]", "[3·4@tp·2, 5@dp]", "[12@dp·2@tp, 5]", "[2@dp, 3@tp]", "[0@dp, 3]", "[5, 1@tp]", "[]",
+    "[1@dp]",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("text", SPECS)
 @pytest.mark.parametrize("axes", [{"dp": 2, "tp": 3}, {"dp": 3, "tp": 2}, {"dp": 1, "tp": 4}])
 def test_split_and_assemble_by_index_sets(text: str, axes: dict[str, int]) -> None:
     mesh, spec = Mesh(axes, simulated=True), ShardSpec.parse(text)
-    value = torch.arange(max(1, torch.Size(spec.shape).numel()), dtype=torch.float64)[: torch.Size(spec.shape).numel()].view(spec.shape)
+    value = torch.arange(torch.Size(spec.shape).numel(), dtype=torch.float64).view(spec.shape)
     parts = split(value, spec, mesh)
     for coord, part in zip(mesh.coords(), parts, strict=True):
         want = value
@@ -104,7 +108,8 @@ def test_strangers_are_named() -> None:
     known = places([model], named.values()).known | {id(named)}
     assert strangers(named, known) == {}
     mine = [model.weight]
-    assert "'mine', a list, (local variable of test_strangers_are_named(), test_state.py:" in strangers(named, known)["model.weight"]
+    words = strangers(named, known)["model.weight"]
+    assert words.startswith("'mine', a list, (local variable of test_strangers_are_named(), test_state.py:")
     del mine
     other = nn.Linear(3, 2)
     other.weight = model.weight
@@ -194,7 +199,7 @@ def test_gathered_is_for_reading() -> None:
 def test_full_state_dict_nests_and_copies() -> None:
     model, optimizer = trained(nn.Linear(3, 2))
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3)
-    arguments = {"batch": torch.zeros(2), "nets": {"a": model, "n": 3}, "optimizer": optimizer, "many": [scheduler, "x"], "flag": True}
+    arguments = {"batch": torch.zeros(2), "nets": {"a": model, "n": 3}, "optimizer": optimizer, "many": [scheduler, 1], "n": 3}
     out = full_state_dict(arguments)
     assert list(out) == ["nets", "optimizer", "many"] and list(out["nets"]["a"]) == ["weight", "bias"]
     assert out["many"][0]["step_size"] == 3
@@ -232,7 +237,9 @@ class Net(nn.Module):
 def make(seed: int = 3) -> tuple[Net, torch.optim.Optimizer]:
     torch.manual_seed(seed)
     model = Net()
-    optimizer = torch.optim.AdamW([{"params": [model.scale]}, {"params": [p for p in model.parameters() if p is not model.scale]}])
+    rest = [p for p in model.parameters() if p is not model.scale]
+    optimizer = torch.optim.AdamW([{"params": [model.scale]}, {"params": rest}])
+    del rest
     model(torch.arange(12).view(4, 3) % 11).square().mean().backward()
     optimizer.step()
     return model, optimizer
@@ -414,15 +421,54 @@ def _refusals() -> list[str]:
     assert not isinstance(model.scale, DTensor), "nothing was changed"
     del kept
     with torch.device("meta"):
-        empty = nn.Linear(3, 2)
+        empty = Net()
     attempt(lambda: sharded(ranks, empty, torch.optim.SGD(empty.parameters(), lr=0.1)))
+    on_meta(ranks)
     net = nn.Linear(4, 3)
     torch.nn.init.ones_(net.weight), torch.nn.init.ones_(net.bias)
     sgd = torch.optim.SGD(net.parameters(), lr=0.1)
     sharded(ranks, net, sgd)
     world = observe(step, (net, sgd), {})
-    attempt(lambda: shard_module_state(world.slots.values(), {p: ShardSpec.replicated(r.get().shape) for p, r in world.slots.items()}, ranks, [net, sgd]))
+    other = {path: ShardSpec.replicated(ref.get().shape) for path, ref in world.slots.items()}
+    attempt(lambda: shard_module_state(world.slots.values(), other, ranks, [net, sgd]))
     return out
+
+
+class Mixed(nn.Module):
+    """A bias of its own, a weight tied to an embedding that is drawn elsewhere."""
+
+    def __init__(self, embed: nn.Embedding) -> None:
+        super().__init__()
+        self.weight, self.bias = embed.weight, nn.Parameter(torch.empty(9))
+
+    def reset_parameters(self) -> None:
+        nn.init.zeros_(self.weight)
+        nn.init.ones_(self.bias)
+
+
+def on_meta(ranks: Ranks) -> None:
+    with torch.device("meta"):
+        embed = nn.Embedding(9, 4)
+        model = nn.Sequential(embed, nn.BatchNorm1d(4), nn.Linear(4, 4), Mixed(embed))
+    del embed
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = torch.get_rng_state()
+    world = observe(step, (model, optimizer), {})
+    specs, _ = storage(world)
+    assert shard_module_state(world.slots.values(), specs, ranks, [model, optimizer])
+    assert torch.equal(before, torch.get_rng_state())
+    assert all(a is b for a, b in zip(optimizer.param_groups[0]["params"], model.parameters(), strict=True))
+    full = full_state_dict({"model": model})["model"]
+    assert not any(t.is_meta for t in full.values()) and full["3.weight"] is full["0.weight"]
+    assert full["0.weight"].abs().min() > 0 and 0.5 < full["0.weight"].std() < 2, "drawn by the embedding, not by Mixed"
+    assert torch.equal(full["3.bias"], torch.ones(9)) and torch.equal(full["1.running_var"], torch.ones(4))
+    values = [fingerprint(t) for t in full.values()]
+    agree_values(ranks, list(full), values, "values drawn")
+
+
+def test_meta_modules_get_values_in_one_process() -> None:
+    on_meta(setup(Mesh(dp=1)))
+    on_meta(setup(Mesh(dp=4, simulated=True)))
 
 
 @pytest.mark.processes
@@ -431,7 +477,7 @@ def test_what_cannot_be_sharded_is_refused_on_all_ranks() -> None:
     assert len(first) == len(second) == 4
     assert first[0].startswith(AgreementError.__name__) and "model.frozen f32[1, 5] has other values on rank 1" in first[0]
     assert "model.embed.weight is also held by 'kept' (local variable of _refusals(), test_state.py" in first[1]
-    assert "model.weight is on meta" in first[2] and "to_empty" in first[2]
+    assert "model.frozen is on meta" in first[2] and "Net has no reset_parameters()" in first[2] and "to_empty" in first[2]
     assert "the step keeps it as [3, 4]" in first[3] or "is a DTensor of shape [3, 4]" in first[3]
 
 

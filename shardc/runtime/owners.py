@@ -43,15 +43,18 @@ def places(owners: Iterable[object], wanted: Iterable[Tensor]) -> Places:
     attributes, dict values and keys (`optimizer.state`), lists, sets, tuples, closures of functions."""
     ids, out = {id(t) for t in wanted}, Places()
     keep: list[object] = []  # temporary objects must outlive the walk, or their ids come again
-    todo: list[tuple[object, Put]] = [(owner, _refuse) for owner in owners]
+    todo: list[tuple[object, Put]] = []
+    todo.extend((owner, _refuse) for owner in reversed(list(owners)))
     while todo:
         value, put = todo.pop()
+        inner: list[tuple[object, Put]] = []
         if isinstance(value, Tensor):
             if id(value) in ids:
                 if id(value) not in out.put:  # hooks may hold parameters too, in closures
                     hooks = (getattr(value, "_backward_hooks", None), getattr(value, "_post_accumulate_grad_hooks", None))
-                    todo.extend((x, _refuse) for x in (*hooks, value.__dict__) if x)
+                    inner.extend((x, _refuse) for x in (*hooks, value.__dict__) if x)
                 out.put.setdefault(id(value), []).append(put)
+            todo.extend(inner)
             continue
         if isinstance(value, weakref.ref):  # an LSTM watches its weights so
             if id(target := value()) in ids:
@@ -67,17 +70,18 @@ def places(owners: Iterable[object], wanted: Iterable[Tensor]) -> Places:
             for key in list(value):
                 if isinstance(key, Tensor) and id(key) in ids:
                     out.put.setdefault(id(key), []).append(functools.partial(_rekey, value, key))
-                todo.append((value[key], functools.partial(_set_by_old_key, value, key)))
+                inner.append((value[key], functools.partial(_set_by_old_key, value, key)))
         elif isinstance(value, list):
-            todo.extend((x, functools.partial(value.__setitem__, k)) for k, x in enumerate(value))
+            inner.extend((x, functools.partial(value.__setitem__, k)) for k, x in enumerate(value))
         elif isinstance(value, tuple):
             box = _Box(value, put)
-            todo.extend((x, functools.partial(box.set, k)) for k, x in enumerate(value))
+            inner.extend((x, functools.partial(box.set, k)) for k, x in enumerate(value))
         elif isinstance(value, set):
-            todo.extend((x, functools.partial(_swap_in_set, value, x)) for x in list(value))
+            inner.extend((x, functools.partial(_swap_in_set, value, x)) for x in list(value))
         else:
             for name, x in _attributes(value, out.known, keep):
-                todo.append((x, functools.partial(_set_attribute, value, name)))
+                inner.append((x, functools.partial(_set_attribute, value, name)))
+        todo.extend(reversed(inner))  # depth first, in the order of the attributes
     return out
 
 

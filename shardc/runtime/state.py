@@ -25,6 +25,7 @@ from shardc.program import SlotKind, TensorType
 from shardc.runtime.agree import agree_values
 from shardc.runtime.fingerprint import fingerprint
 from shardc.runtime.layout import cut, gather
+from shardc.runtime.materialise import materialise
 from shardc.runtime.owners import places, strangers
 from shardc.runtime.world import Ranks
 from shardc.spec import ShardSpec
@@ -92,7 +93,7 @@ def shard_module_state(
     owners: Iterable[object],
     *,
     compare: bool = True,
-) -> None:
+) -> bool:
     """Replace the user's state by this rank's part of it, on the mesh's device, tensor by tensor.
 
     Each Parameter becomes one new Parameter, a DTensor, in all places that `owners` reach (modules, optimizer groups and
@@ -105,43 +106,70 @@ def shard_module_state(
         owners: the arguments of the step, and what its code reaches through closures and globals.
         compare: whether to check that all ranks hold the same values.
 
+    Returns:
+        Whether tensors were replaced: the refs are stale then, observe the world anew.
+
     Raises:
-        StateError: a reference from outside of `owners`; state on meta; a DTensor of other placements; no spec.
+        StateError: a reference from outside of `owners`; meta tensors without a way to values; a DTensor of other placements.
         AgreementError: ranks hold different values; names the first such tensor.
     """
-    refs = list(refs)
-    found = {ref.path: (ref, ref.get()) for ref in refs}
-    spec_of = {path: _spec(ref, specs) for path, (ref, _) in found.items()}
-    for path, (_, t) in found.items():
+    kept = {ref.path: ref for ref in refs}
+    spec_of = {path: _spec(ref, specs) for path, ref in kept.items()}
+    plain: dict[str, Tensor] = {}
+    for path, ref in kept.items():
+        t = ref.get()
         if isinstance(t, DTensor):
             _check_placed(path, t, spec_of[path], ranks)
-        elif isinstance(t, nn.Parameter) and type(t) is not nn.Parameter:
-            raise StateError(f"{path} is a {type(t).__name__}, whose class would be lost when it is sharded", where=path,
-                             hint="use nn.Parameter (initialise lazy modules by one eager call)")  # fmt: skip
-        elif t.is_meta:
-            raise StateError(
-                f"{path} is on meta: it has a shape {list(t.shape)}, but no values", where=path,
-                hint=f"module.to_empty(device={ranks.device.type!r}) and initialise or load it before the first step",
-            )  # fmt: skip
-    plain = {path: t for path, (_, t) in found.items() if not isinstance(t, DTensor)}
+        else:
+            plain[path] = t
+    meta = {id(t): path for path, t in plain.items() if t.is_meta}
     if compare and ranks.distributed:
         names = [f"{path} {TensorType.of(t)}" for path, t in plain.items()]
-        agree_values(ranks, names, [fingerprint(t) for t in plain.values()], "initial state")
-    if not ranks.distributed:
-        _move(plain.values(), ranks)
-        return
-    moving = {
-        path: t
-        for path, t in plain.items()
-        if (ref := found[path][0]).kind is not SlotKind.GRADIENT and is_distributed(ref.kind, ref.of, spec_of[path])
-    }
+        agree_values(ranks, names, [0 if t.is_meta else fingerprint(t) for t in plain.values()], "initial state")
+    moving = {path: t for path, t in plain.items() if t.is_meta or (ranks.distributed and _moves(kept[path], spec_of[path], t))}
     if not moving:
-        _move(plain.values(), ranks)
-        return
+        return _move(plain.values(), ranks)
     where = places(owners, moving.values())
-    where.known.update(id(h) for ref in refs for h, _ in getattr(ref, "holders", ()) if not isinstance(h, Tensor))
-    where.known.update(map(id, (found, plain, moving, *found.values())))
-    outside = strangers({p: t for p, t in moving.items() if found[p][0].kind is SlotKind.PARAMETER}, where.known)
+    where.known.update(id(h) for ref in kept.values() for h, _ in getattr(ref, "holders", ()) if not isinstance(h, Tensor))
+    where.known.update(map(id, (kept, plain, moving)))
+    _refuse_strangers({p: t for p, t in moving.items() if kept[p].kind is SlotKind.PARAMETER}, where.known)
+    moving.clear()
+
+    def replace(path: str, old: Tensor, value: Tensor) -> None:
+        ref, new = kept[path], value
+        if ranks.distributed and is_distributed(ref.kind, ref.of, spec_of[path]):
+            new = _sharded(value, spec_of[path], spec_of.get(f"{path}.grad", spec_of[path]), ranks, path)
+        for put in where.put.pop(id(old), ()):
+            put(new)
+        if ref.get() is old:
+            ref.set(new)
+
+    for old, value in materialise(where.modules, meta, ranks) if meta else ():
+        replace(meta[id(old)], old, value)
+        del plain[meta[id(old)]]
+    for path in list(plain):  # each whole tensor is let go before the next is cut
+        t = plain.pop(path)
+        if ranks.distributed and _moves(kept[path], spec_of[path], t):
+            replace(path, t, t)
+        elif kept[path].kind is not SlotKind.GRADIENT:
+            _move([t], ranks)
+    for module in where.modules:
+        known = any(getattr(hook, "hook", None) is _place_loaded for hook in module._load_state_dict_pre_hooks.values())
+        if not known and any(isinstance(t, DTensor) for t in (*module._parameters.values(), *module._buffers.values())):
+            module.register_load_state_dict_pre_hook(_place_loaded)  # type: ignore[no-untyped-call]
+    return True
+
+
+def _moves(ref: Ref, spec: ShardSpec, t: Tensor) -> bool:
+    """Whether a plain tensor becomes a DTensor of its own accord (gradients go with their parameter)."""
+    if isinstance(t, nn.Parameter) and type(t) is not nn.Parameter:
+        raise StateError(f"{ref.path} is a {type(t).__name__}, whose class would be lost when it is sharded", where=ref.path,
+                         hint="use nn.Parameter (initialise lazy modules by one eager call)")  # fmt: skip
+    return ref.kind is not SlotKind.GRADIENT and is_distributed(ref.kind, ref.of, spec)
+
+
+def _refuse_strangers(parameters: Mapping[str, Tensor], known: set[int]) -> None:
+    outside = strangers(parameters, {*known, id(parameters)})
     if outside:
         path, words = next(iter(outside.items()))
         raise StateError(
@@ -149,27 +177,14 @@ def shard_module_state(
             + (f" ({len(outside)} such references)" if len(outside) > 1 else ""),
             where=path, hint="drop that reference (del) before the first step, or pass its owner as an argument",
         )  # fmt: skip
-    for path, t in plain.items():
-        ref, spec = found[path][0], spec_of[path]
-        if path in moving:
-            grad_spec = spec_of.get(f"{path}.grad", spec)
-            new = _sharded(t, spec, grad_spec, ranks, path)
-            for put in where.put.pop(id(t), ()):
-                put(new)
-            if ref.get() is t:
-                ref.set(new)
-        elif ref.kind is not SlotKind.GRADIENT:
-            _move([t], ranks)
-    for module in where.modules:
-        known = any(getattr(hook, "hook", None) is _place_loaded for hook in module._load_state_dict_pre_hooks.values())
-        if not known and any(isinstance(t, DTensor) for t in (*module._parameters.values(), *module._buffers.values())):
-            module.register_load_state_dict_pre_hook(_place_loaded)  # type: ignore[no-untyped-call]
 
 
-def _move(tensors: Iterable[Tensor], ranks: Ranks) -> None:
+def _move(tensors: Iterable[Tensor], ranks: Ranks) -> bool:
+    """To the mesh's device, in place. Returns False: no object is replaced."""
     for t in tensors:
         if t.device.type != ranks.device.type:
             t.data = t.data.to(ranks.device)
+    return False
 
 
 def _sharded(t: Tensor, spec: ShardSpec, grad_spec: ShardSpec, ranks: Ranks, path: str) -> Tensor:
