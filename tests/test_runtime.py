@@ -96,7 +96,7 @@ def layouts(draw: st.DrawFn) -> tuple[Mesh, ShardSpec, ShardSpec]:
 
 
 @settings(max_examples=150, deadline=None)
-@given(layouts(), st.sampled_from([F64, torch.bfloat16, torch.int64, torch.complex64]), st.booleans())
+@given(layouts(), st.sampled_from([F64, torch.float16, torch.int64, torch.complex64]), st.booleans())
 def test_steps_agree_with_the_reference(case: tuple[Mesh, ShardSpec, ShardSpec], dtype: torch.dtype, strided: bool) -> None:
     mesh, src, dst = case
     steps = reshard(src, dst, mesh)
@@ -353,7 +353,7 @@ def test_what_a_rule_got_wrong_is_found_in_the_first_run() -> None:
         Compute("y", op="aten.t.default", args=(Ref(0),), outs=(out(1, "[4, 3]"),)),
         Return("return", results=(1,), specs=()),
     ]
-    with pytest.raises(RuntimeFailure, match=r"y is r1: f64\[3, 4\], not f64\[4, 3\]"):
+    with pytest.raises(RuntimeFailure, match=r"y is f64\[3, 4\], not f64\[4, 3\]"):
         run_one(program, {}, {"x": torch.ones(4, 3, dtype=F64)})
 
 

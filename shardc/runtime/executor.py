@@ -20,14 +20,14 @@ import torch
 from torch import Tensor
 
 from shardc import _torch
-from shardc.dtypes import short
 from shardc.errors import InputError, RuntimeFailure, ShardcError, StateError
 from shardc.instructions import Collective, Compute, Delete, Input, Instruction, Out, Read, Ref, Return, Write
 from shardc.mesh import Coord, Mesh
 from shardc.runtime import kernels
-from shardc.runtime.accounting import MemoryProfile, Stats, Tracker
-from shardc.runtime.comm import Move, Request, Start, Wait
+from shardc.runtime.accounting import MemoryProfile, Stats
+from shardc.runtime.comm import Move, Request, Wait
 from shardc.runtime.liveness import Liveness, outs_of, uses_of
+from shardc.runtime.measure import Measure, describe
 from shardc.spec import ShardSpec
 
 
@@ -96,13 +96,17 @@ class Executor:
         self.moves: dict[Any, Move] = {}
         self.comm_bytes = self.collectives = 0
         self.constants: dict[str, Any] = {
-            "write": _write, "apart": _apart, "filled": _filled, "count": _count, "Wait": Wait,
+            "write": _write, "apart": _apart, "filled": _filled, "Wait": Wait,
             "mesh": mesh, "coord": self.coord, "device": self.device,
         }  # fmt: skip
         self.names: dict[int, str] = {}
         self.fast: Callable[..., Any] | None = None
-        self.lines = {m: [self._line(k, i, m) for k, i in enumerate(self.instructions)] for m in (False, True)}
+        self.sources: dict[int, str] = {}  # position of a Compute -> its call
+        self.shapes: dict[ShardSpec, tuple[int, ...]] = {}
         self.filename = f"<shardc rank {self.rank}>"
+        self.dirty = False
+        """Whether the last run failed after it had begun to overwrite state."""
+        self.measured: Callable[..., Any] | None = self._compile(measured=True)
 
     def __repr__(self) -> str:
         return f"Executor({len(self.instructions)} instructions, rank {self.rank} of {self.mesh}, {self.device})"
@@ -128,34 +132,35 @@ class Executor:
         if missing := [p for p in self.paths if p not in inputs]:
             raise InputError(f"rank {self.rank} was given no {missing[0]!r} ({len(missing)} missing)", where=missing[0])
         written: dict[str, Tensor] = {}
+        touched: list[int] = []
         self.dirty = False
         stats = Stats(comm_bytes=self.comm_bytes, collectives=self.collectives)
         measured = self.profile is None or self.measure == "always"
-        tracker = Tracker(self.timeline)
+        measure = Measure(self.instructions, self._shape, self.categories, self.rank, self.timeline)
         if measured:
-            for path, value in [*slots.items(), *inputs.items()]:
-                if isinstance(value, Tensor):
-                    tracker.pin(value, self.categories.get(path, "other"))
-            tracker.begin()
-            function = self._compile(measured=True)
+            measure.begin(slots, inputs)
+            function = self.measured or self._compile(measured=True)
+            self.measured = function if self.measure == "always" else None  # the first run needs it once
         else:
             function = self.fast = self.fast or self._compile(measured=False)
         error: Exception
+        done = False
         try:
-            results, numbers = yield from function(slots, inputs, stream, written, tracker, self._check)
+            results, numbers = yield from function(slots, inputs, stream, written, touched, measure)
+            done = True
         except ShardcError as failure:
-            self.dirty = bool(written)
             traceback.clear_frames(failure.__traceback__)  # frames hold registers, and with them memory
             raise
         except Exception as failure:
             error = failure
         else:
             if measured:
-                self.profile = tracker.profile()
+                self.profile = measure.tracker.profile()
             assert self.profile is not None
             stats.peak_bytes, stats.peak_at = self.profile.peak_bytes, self.profile.peak_at
             return Outcome(results, written, self.deleted, numbers, stats)
-        self.dirty = bool(written)
+        finally:
+            self.dirty = not done and bool(written or touched)
         failed = self._failure(error)
         traceback.clear_frames(error.__traceback__)
         raise failed from error
@@ -170,31 +175,19 @@ class Executor:
             return RuntimeFailure(f"rank {self.rank}: {said}")
         i = self.instructions[frame.tb_lineno - 2]
         registers = frame.tb_frame.f_locals
-        seen = [_describe(r, registers.get(f"r{r}")) for r in dict.fromkeys(uses_of(i))]
+        seen = [f"r{r}: {describe(registers.get(f'r{r}'))}" for r in dict.fromkeys(uses_of(i))]
         what = i.op if isinstance(i, Compute) else str(i.step) if isinstance(i, Collective) else type(i).__name__.lower()
         return RuntimeFailure(
             f"rank {self.rank}: {what} ({i.name}) failed: {said}",
             where=", ".join(w for w in (i.line, i.module, i.phase) if w) + (f"; operands {', '.join(seen)}" if seen else ""),
         )
 
-    def _check(self, reg: int, value: Any, name: str, tracker: Tracker, category: str) -> None:
-        """In the measured run: what a register got is what the plan says, and its storage is counted."""
-        out = self.outs[reg]
-        if out.dtype is None or out.spec is None:
-            return
-        shape = out.spec.local_shape(self.mesh, self.coord)
-        if not isinstance(value, Tensor) or tuple(value.shape) != shape or value.dtype != out.dtype:
-            raise RuntimeFailure(
-                f"rank {self.rank}: {name} is {_describe(reg, value)}, not {short(out.dtype)}{list(shape)} of {out.spec}",
-                hint="a factor rule that does not fit its operator, or state or inputs of another shape",
-            )
-        tracker.add(reg, value, category)
-
     # -- the generated function --------------------------------------------------------------------------------------
 
     def _compile(self, measured: bool) -> Callable[..., Any]:
-        head = "def run(slots, inputs, stream, written, tracker, check):"
-        body = [" " + line for line in self.lines[measured]]
+        head = "def run(slots, inputs, stream, written, touched, measure):"
+        self.comm_bytes = self.collectives = 0
+        body = [" " + self._line(k, i, measured) for k, i in enumerate(self.instructions)]
         tail = " yield"  # makes it a generator also where nothing is sent; never reached
         space = dict(self.constants)
         exec(compile("\n".join([head, *body, tail]), self.filename, "exec"), space)
@@ -221,45 +214,38 @@ class Executor:
 
     def _line(self, k: int, i: Instruction, measured: bool) -> str:
         """The source line of an instruction."""
-        counted: list[str] = []
         outs = outs_of(i)
+        count = f"measure.results({k}, {''.join(f'r{o.reg}, ' for o in outs)})" if outs or i.frees else ""
         if isinstance(i, Read):
             parts = [f"r{i.out.reg} = slots[{i.slot!r}]"]
         elif isinstance(i, Input):
             parts = [f"r{i.out.reg} = inputs[{i.path!r}]"]
         elif isinstance(i, Compute):
-            parts = [self._compute(i)]
+            if k not in self.sources:
+                self.sources[k] = self._compute(i)
+            parts = [self.sources[k]]
         elif isinstance(i, Collective):
             return self._collective(k, i, measured)
         elif isinstance(i, Write):
             held = self.liveness.holders[k]
             parts = [f"r{r} = apart(slots[{i.slot!r}], r{i.src}, r{r})" for r in held]
-            parts += [f"tracker.drop(({r},)); tracker.add({r}, r{r})" for r in held] if measured else []
+            parts += [f"measure.moved({r}, r{r})" for r in held] if measured else []
             parts += [f"write(slots, written, {i.slot!r}, r{i.src}, {self.liveness.taken[k]})"]
-            counted = [f"tracker.pin(written[{i.slot!r}], {self._category(i.slot)})", f"tracker.mark({i.name!r})"]
+            count = f"measure.wrote({k}, written)"
         elif isinstance(i, Delete):
             parts = ["pass"]
         elif isinstance(i, Return):
             own = sorted(self.liveness.shared[k])
-            parts = [f"r{r} = r{r}.clone()" + f"; tracker.add({r}, r{r})" * measured for r in own]
+            parts = [f"r{r} = r{r}.clone()" + f"; measure.moved({r}, r{r})" * measured for r in own]
             numbers = "".join(f"{path!r}: r{r}, " for path, r in i.numbers)
             value = f"return [{''.join(f'r{r}, ' for r in i.results)}], {{{numbers}}}"
-            return "; ".join([*parts, *([f"tracker.mark({i.name!r})"] if measured and own else []), value])
+            return "; ".join([*parts, *([f"measure.end({k})"] if measured and own else []), value])
         else:
             raise RuntimeFailure(f"unknown instruction {type(i).__name__}", where=i.name)
-        return "; ".join([*parts, *(self._counted(i, outs) + counted if measured else []), *_freed(i.frees, measured)])
-
-    def _counted(self, i: Instruction, outs: list[Out]) -> list[str]:
-        """Statements that check and count results."""
-        key = i.slot if isinstance(i, Read) else i.path if isinstance(i, Input) else i.name
-        checks = [f"check({o.reg}, r{o.reg}, {i.name!r}, tracker, {self._category(key)})" for o in outs]
-        return [*checks, f"tracker.mark({i.name!r})"] if checks else []
-
-    def _category(self, name: str) -> str:
-        return repr(self.categories.get(name, "other"))
+        return "; ".join([*parts, *([count] if measured and count else []), *_freed(i.frees)])
 
     def _compute(self, i: Compute) -> str:
-        fills = kernels.skipped(i, self.outs, self.mesh, self.coord)
+        fills = self._fills(i)
         outs = [(n, o) for n, o in enumerate(i.outs) if o is not None]
         if fills is not None:
             args = {n: i.args[a] for n, a in i.inplace}
@@ -270,8 +256,10 @@ class Executor:
                 source = self._tree(args[n]) if n in args else f"filled({self._fill(fill)})"
                 made.append(f"r{o.reg} = {source}")
             return "; ".join(made)
-        kernel = kernels.resolve(i.op)
+        kernel = self.liveness.kernel(i.op)
         function = kernels.inplace_kernel(i, kernel).function if i.inplace else kernel.function
+        if self.device.type == "meta" and not i.inplace and not kernel.aliases:
+            function = kernels.memoised_on_meta(i.op, function, self.mesh.memo.setdefault("meta results", {}))
         args, kwargs = (kernels.evaluate(t, self.mesh, self.coord, self.device) for t in (i.args, dict(i.kwargs)))
         kwargs = {key: kernels.evaluate(v, self.mesh, self.coord, self.device) for key, v in kwargs.items()}
         if i.draw is not None:
@@ -281,6 +269,8 @@ class Executor:
                 function = kernels.numbers_on_meta(function)
             given = [self._tree(a) for a in args] + [f"{key}={self._tree(v)}" for key, v in kwargs.items()]
             call = f"{self._const(function)}({', '.join(given)})"
+        if i.inplace:
+            call = f"(touched.append(1), {call})[1]"
         if not outs:
             return call
         if not kernel.sequence:
@@ -293,9 +283,22 @@ class Executor:
     def _draw(self, i: Compute, out: Out, args: Any, kwargs: Mapping[str, Any]) -> str:
         assert out.spec is not None and out.dtype is not None
         if self.device.type == "meta":
-            return f"filled({self._fill((out.spec.local_shape(self.mesh, self.coord), out.dtype, None))})"
+            return f"filled({self._fill((self._shape(out.spec), out.dtype, None))})"
         given = f"{i.op!r}, {self._tree(tuple(args))}, {{{', '.join(f'{k!r}: {self._tree(v)}' for k, v in kwargs.items())}}}"
         return f"stream.draw({given}, {self._const(out.spec)}, mesh, coord, {i.draw}, {self._const(out.dtype)}, device)"
+
+    def _shape(self, spec: ShardSpec) -> tuple[int, ...]:
+        """Local shape; layers repeat, so that few specs are evaluated."""
+        if spec not in self.shapes:
+            self.shapes[spec] = spec.local_shape(self.mesh, self.coord)
+        return self.shapes[spec]
+
+    def _fills(self, i: Compute) -> tuple[kernels.Fill | None, ...] | None:
+        regs = kernels.operands(i)
+        specs = [*(self.outs[r].spec for r in regs), *(o.spec for o in i.outs if o is not None)]
+        if not any(s is not None and 0 in self._shape(s) for s in specs):
+            return None
+        return kernels.skipped(i, self.outs, self.mesh, self.coord)
 
     def _fill(self, fill: kernels.Fill) -> str:
         shape, dtype, value = fill
@@ -312,21 +315,21 @@ class Executor:
         else:
             move = self._move(i, done)
             if not move.silent:
-                self.comm_bytes += 0 if measured else step.nbytes(i.out.dtype, self.mesh)
-                self.collectives += not measured
-                return self._sent(i, move, measured)
+                self.comm_bytes += step.nbytes(i.out.dtype, self.mesh)
+                self.collectives += 1
+                return self._sent(k, i, move, measured)
             part = f"{out} = filled({self._fill((move.shape, i.out.dtype, None))})"
-        return "; ".join([part, *(self._counted(i, [i.out]) if measured else []), *_freed(i.frees, measured)])
+        return "; ".join([part, *([f"measure.results({k}, {out})"] if measured else []), *_freed(i.frees)])
 
-    def _sent(self, i: Collective, move: Move, measured: bool) -> str:
+    def _sent(self, k: int, i: Collective, move: Move, measured: bool) -> str:
         early, late = [r for r in i.frees if r == i.src], [r for r in i.frees if r != i.src]
         parts = [f"x = {self._const(move.open)}(r{i.src}, {i.name!r})"]
-        parts += [f"count(tracker, x, {self._category(i.name)})", f"tracker.mark({i.name!r})"] if measured else []
-        parts += [*_freed(early, measured), "yield Wait((yield x))", "x.inp = None"]
-        parts += ["tracker.drop((-1,))"] if measured else []
+        parts += [f"measure.opened({k}, x, {early})"] if measured else []
+        parts += [*_freed(early), "yield Wait((yield x))", "x.inp = None"]
+        parts += ["measure.sent()"] if measured else []
         parts += [f"r{i.out.reg} = {self._const(move.close)}(x)"]
-        parts += [*self._counted(i, [i.out]), "tracker.drop((-2,))"] if measured else []
-        return "; ".join([*parts, "del x", *_freed(late, measured)])
+        parts += [f"measure.received({k}, r{i.out.reg})"] if measured else []
+        return "; ".join([*parts, "del x", *_freed(late)])
 
     def _move(self, i: Collective, reuse: bool) -> Move:
         """The move of a step; equal steps (of repeated layers) share it."""
@@ -338,16 +341,8 @@ class Executor:
         return self.moves[key]
 
 
-def _freed(registers: Sequence[int], measured: bool) -> list[str]:
-    if not registers:
-        return []
-    return [f"tracker.drop({tuple(registers)})"] * measured + [f"del {', '.join(f'r{r}' for r in registers)}"]
-
-
-def _describe(reg: int, value: Any) -> str:
-    if isinstance(value, Tensor):
-        return f"r{reg}: {short(value.dtype)}{list(value.shape)}"
-    return f"r{reg}: {type(value).__name__} {value!r}"
+def _freed(registers: Sequence[int]) -> list[str]:
+    return [f"del {', '.join(f'r{r}' for r in registers)}"] if registers else []
 
 
 # -- what the generated function calls -------------------------------------------------------------------------------------
@@ -357,13 +352,6 @@ def _filled(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, va
     if value is None:
         return torch.empty(shape, dtype=dtype, device=device)
     return torch.full(shape, value, dtype=dtype, device=device)
-
-
-def _count(tracker: Tracker, request: Start, category: str) -> None:
-    """The buffers of a collective are registers -1 and -2."""
-    for register, buffer in ((-1, request.inp), (-2, request.out)):
-        if buffer is not None:
-            tracker.add(register, buffer, category)
 
 
 def _apart(storage: Tensor, value: Tensor, other: Tensor) -> Tensor:
@@ -385,7 +373,7 @@ def _write(slots: Mapping[str, Tensor], written: dict[str, Tensor], slot: str, v
         return
     if storage.shape != value.shape or storage.dtype != value.dtype:
         raise StateError(
-            f"{slot} rests as {_describe(0, storage)[4:]}, the step gives {_describe(0, value)[4:]}",
+            f"{slot} rests as {describe(storage)}, the step gives {describe(value)}",
             where=slot, hint="a state tensor that was replaced between two steps",
         )  # fmt: skip
     if _torch.storage_id(storage) == _torch.storage_id(value):

@@ -101,6 +101,42 @@ def numbers_on_meta(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+def memoised_on_meta(op: str, function: Callable[..., Any], memo: dict[Any, Any]) -> Callable[..., Any]:
+    """The operator on meta tensors, whose kernels are slow (Python, up to 1 ms): calls that differ in no shape, stride or
+    constant run once. Only for operators whose results are new tensors."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        key = (op, _meta_key(args), _meta_key(tuple(kwargs.items())))
+        found = memo.get(key)
+        if found is None:
+            results = function(*args, **kwargs)
+            several = isinstance(results, (tuple, list))
+            tensors = list(results) if several else [results]
+            if not all(t is None or (isinstance(t, Tensor) and _compact(t)) for t in tensors):
+                return results
+            memo[key] = several, [None if t is None else (t.shape, t.stride(), t.dtype) for t in tensors]
+            return results
+        several, made = found
+        out = [None if m is None else torch.empty_strided(m[0], m[1], dtype=m[2], device="meta") for m in made]
+        return out if several else out[0]
+
+    return call
+
+
+def _meta_key(tree: Any) -> Any:
+    if isinstance(tree, Tensor):
+        return tuple(tree.shape), tree.stride(), tree.dtype
+    if isinstance(tree, (list, tuple)):
+        return tuple(_meta_key(a) for a in tree)
+    return type(tree), tree
+
+
+def _compact(t: Tensor) -> bool:
+    """Whether `empty_strided` would make a storage of the same size."""
+    span = 1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)) if t.numel() else 0
+    return t.storage_offset() == 0 and t.untyped_storage().nbytes() == span * t.dtype.itemsize
+
+
 STAND_IN = 0.5
 """Stands for numbers whose value a dry run does not know: between 0 and 1, as betas are, so that 1 - x ** n is no zero."""
 

@@ -43,7 +43,7 @@ class Liveness:
     def __init__(self, instructions: Sequence[Instruction], mesh: Mesh) -> None:
         self._roots: dict[Reg, frozenset[Root]] = {}
         self._live: defaultdict[Root, set[Reg]] = defaultdict(set)
-        self._aliases: dict[str, bool] = {}
+        self._kernels: dict[str, kernels.Kernel] = {}
         self._outlive: set[Root] = set()  # storages that something outside the registers holds
         self.holders: dict[int, tuple[Reg, ...]] = {}
         """Write -> the registers that live on and may hold the slot's old value in the slot's storage."""
@@ -94,8 +94,10 @@ class Liveness:
                 self._live[root].add(out.reg)
 
     def _may_alias(self, i: Compute) -> bool:
-        if i.draw is not None:
-            return False
-        if i.op not in self._aliases:
-            self._aliases[i.op] = kernels.resolve(i.op).aliases
-        return self._aliases[i.op]
+        return i.draw is None and self.kernel(i.op).aliases
+
+    def kernel(self, op: str) -> kernels.Kernel:
+        """`kernels.resolve`, once for each operator."""
+        if op not in self._kernels:
+            self._kernels[op] = kernels.resolve(op)
+        return self._kernels[op]

@@ -1,0 +1,116 @@
+"""What the generated function calls in a measured run: results are what the plan says, and their storages are counted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardc.dtypes import short
+from shardc.errors import RuntimeFailure
+from shardc.instructions import Input, Instruction, Out, Read, Write
+from shardc.runtime.accounting import Tracker
+from shardc.runtime.comm import Start
+from shardc.runtime.liveness import outs_of
+from shardc.spec import ShardSpec
+
+SENT, RECEIVED = -1, -2
+"""The buffers of a collective, as registers."""
+
+
+def describe(value: Any) -> str:
+    """``f32[8, 64]``, or the type and value of something else."""
+    if isinstance(value, Tensor):
+        return f"{short(value.dtype)}{list(value.shape)}"
+    return f"{type(value).__name__} {value!r}"
+
+
+class Measure:
+    """One measured run. Methods take the position of the instruction in the list, and count its frees.
+
+    Args:
+        shape: the rank's local shape of a spec.
+        categories: slot, input path or instruction name -> category.
+    """
+
+    def __init__(
+        self,
+        instructions: Sequence[Instruction],
+        shape: Callable[[ShardSpec], tuple[int, ...]],
+        categories: Mapping[str, str],
+        rank: int,
+        timeline: bool,
+    ) -> None:
+        self.instructions, self.shape, self.categories, self.rank = instructions, shape, categories, rank
+        self.tracker = Tracker(timeline)
+
+    def begin(self, *tables: Mapping[str, Any]) -> None:
+        """State and inputs are there before the step."""
+        for path, value in [item for table in tables for item in table.items()]:
+            if isinstance(value, Tensor):
+                self.tracker.pin(value, self.categories.get(path, "other"))
+        self.tracker.begin()
+
+    def results(self, k: int, *values: Any) -> None:
+        """The registers that an instruction defines.
+
+        Raises:
+            RuntimeFailure: one of them has another shape or dtype than the plan says.
+        """
+        i = self.instructions[k]
+        for out, value in zip(outs_of(i), values, strict=True):
+            self._take(i, out, value)
+        if values:
+            self.tracker.mark(i.name)
+        self.tracker.drop(i.frees)
+
+    def opened(self, k: int, request: Start, early: Sequence[int]) -> None:
+        """A collective has its buffers; the registers `early` die."""
+        i = self.instructions[k]
+        for register, buffer in ((SENT, request.inp), (RECEIVED, request.out)):
+            if buffer is not None:
+                self.tracker.add(register, buffer, self.categories.get(i.name, "other"))
+        self.tracker.mark(i.name)
+        self.tracker.drop(early)
+
+    def sent(self) -> None:
+        """What a collective sent is not needed any more."""
+        self.tracker.drop((SENT,))
+
+    def received(self, k: int, value: Tensor) -> None:
+        """A collective has its result."""
+        i = self.instructions[k]
+        self._take(i, outs_of(i)[0], value)
+        self.tracker.mark(i.name)
+        self.tracker.drop((RECEIVED, *i.frees))
+
+    def moved(self, register: int, value: Tensor) -> None:
+        """A register's tensor was replaced by a copy."""
+        self.tracker.drop((register,))
+        self.tracker.add(register, value)
+
+    def wrote(self, k: int, written: Mapping[str, Tensor]) -> None:
+        """A slot has its new value; what it took over lives to the end of the step."""
+        i = self.instructions[k]
+        assert isinstance(i, Write)
+        self.tracker.pin(written[i.slot], self.categories.get(i.slot, "other"))
+        self.tracker.mark(i.name)
+        self.tracker.drop(i.frees)
+
+    def end(self, k: int) -> None:
+        self.tracker.mark(self.instructions[k].name)
+
+    def _take(self, i: Instruction, out: Out, value: Any) -> None:
+        if out.dtype is None or out.spec is None:
+            return
+        shape = self.shape(out.spec)
+        if not isinstance(value, Tensor) or value.shape != torch.Size(shape) or value.dtype != out.dtype:
+            raise RuntimeFailure(
+                f"rank {self.rank}: {i.name} is {describe(value)}, not {short(out.dtype)}{list(shape)} of {out.spec}",
+                where=", ".join(w for w in (i.line, i.module, i.phase) if w),
+                hint="a factor rule that does not fit its operator, or state or inputs of another shape",
+            )
+        key = i.slot if isinstance(i, Read) else i.path if isinstance(i, Input) else i.name
+        self.tracker.add(out.reg, value, self.categories.get(key, "other"))
