@@ -21,12 +21,11 @@ from shardc.program import TensorType
 from shardc.runtime.accounting import Stats
 from shardc.runtime.agree import agree, digest, exchange
 from shardc.runtime.batch import chunk_rows, global_rows, unchunk_rows
-from shardc.runtime.comm import drive
 from shardc.runtime.executor import Executor, Outcome
 from shardc.runtime.layout import assemble, cut, split
 from shardc.runtime.process import ProcessGroupCommunicator
 from shardc.runtime.rng import CounterStream, Stream, TorchStream
-from shardc.runtime.simulate import execution, simulate
+from shardc.runtime.simulate import simulate
 from shardc.runtime.state import rest, shard_module_state, take_up
 from shardc.runtime.world import Ranks
 from shardc.spec import Factor, P, ShardSpec
@@ -212,8 +211,7 @@ class ProcessHost:
         slots = take_up(world.slots.values(), specs, {p: s.type for p, s in plan.slots.items()}, self.ranks)
         wanted = _input_specs(plan)
         given = {path: self._input(path, value, wanted[path], call) if path in wanted and isinstance(value, Tensor) else value for path, value in inputs.items()}
-        with execution(self.ranks.device):
-            outcome: Outcome = drive(executors[0].run(slots, given, streams.make()), self.communicator)
+        outcome: Outcome = self.communicator.drive(executors[0], executors[0].run(slots, given, streams.make()))
         created = {}
         for path, t in outcome.written.items():
             if path not in world.slots:
