@@ -330,6 +330,31 @@ def test_in_place_forms_update_their_arguments():
         assert form(*meta)[0] is meta[0] if isinstance(form(*meta), tuple) else form(*meta) is meta[0]
 
 
+@pytest.mark.parametrize("shape", [(700, 901), (3, 200_001), (4, 130, 7, 90)])
+@pytest.mark.parametrize("name", ["shardc.adam.default", "shardc.sgd_momentum.default", "shardc.adagrad.default"])
+def test_gradients_of_another_layout_are_copied_by_blocks(name, shape):
+    torch.manual_seed(0)
+    layouts = [torch.rand(shape, dtype=F64), torch.rand(shape[::-1], dtype=F64).permute(*reversed(range(len(shape))))]
+    for layout in layouts:
+        state = [torch.empty_like(layout).copy_(torch.rand(shape)) for _ in range(3)]
+        grad = torch.rand(shape, dtype=F64)
+        args = {
+            "shardc.adam.default": (*state[1:], torch.tensor(3.0), 0.1, 0.9, 0.99, 1e-8, 0.1, False, False),
+            "shardc.sgd_momentum.default": (state[1], 0.1, 0.9, 0.0, 0.1, True, False),
+            "shardc.adagrad.default": (state[1], torch.tensor(3.0), 0.1, 0.1, 1e-8, 0.1, False),
+        }[name]
+        outcomes = []
+        for slope in (torch.empty_like(layout).copy_(grad), torch.empty_like(layouts[layout is layouts[0]]).copy_(grad)):
+            own = [a.clone() if isinstance(a, torch.Tensor) else a for a in (state[0], slope, *args)]
+            with torch.profiler.profile(profile_memory=True) as profile:
+                outcomes.append(ops.INPLACE[name](*own))
+            largest = max(e.self_cpu_memory_usage for e in profile.events() if e.name != "[memory]")
+            assert largest <= 8 << 18
+        assert slope.stride() != layout.stride()
+        for a, b in zip(*outcomes, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-15, atol=0)
+
+
 def test_in_place_is_fused_where_it_can_be():
     p, grad, m, v = (torch.rand(4, 6, dtype=F64) for _ in range(4))
     numbers = (0.1, 0.9, 0.99, 1e-8, 0.0, False, True)

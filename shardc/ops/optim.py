@@ -32,6 +32,7 @@ from shardc import _torch
 from shardc.ops import loops
 from shardc.ops.library import operator
 
+_BLOCK = 1 << 18
 Number = int | float | torch.SymInt | torch.SymFloat
 
 
@@ -55,9 +56,12 @@ INPLACE: dict[str, InplaceForm] = {}
 """Operator name (``shardc.adam.default``) -> its in-place form."""
 
 
-def _fusable(p: Tensor, *others: Tensor) -> bool:
-    """Whether torch's fused kernels may run. They walk memory, so all layouts have to be one and the same, and dense."""
-    if any(t.dtype != p.dtype or t.stride() != p.stride() or t.shape != p.shape for t in others):
+def _fusable(p: Tensor, grad: Tensor, *state: Tensor) -> bool:
+    """Whether torch's fused kernels may run. They walk memory, so layouts have to be one and the same, and dense (that of
+    the gradient is put right by `_blocks`)."""
+    if grad.dtype != p.dtype or any(t.dtype != p.dtype or t.stride() != p.stride() for t in state):
+        return False
+    if any(t.shape != p.shape for t in (grad, *state)):
         return False
     dense = 1
     for size, stride in sorted(zip(p.shape, p.stride(), strict=True), key=lambda pair: (pair[1], pair[0])):
@@ -68,11 +72,19 @@ def _fusable(p: Tensor, *others: Tensor) -> bool:
     return p.is_floating_point() and p.device.type in ("cpu", "cuda")
 
 
-def _like(grad: Tensor, p: Tensor) -> Tensor:
-    """`grad` in the memory layout of `p` (a copy only where they differ)."""
-    if grad.stride() == p.stride() or grad.dtype != p.dtype:
-        return grad
-    return torch.empty_like(p).copy_(grad)
+def _blocks(p: Tensor, grad: Tensor, *state: Tensor) -> Iterator[list[Tensor]]:
+    """Contiguous views of the tensors (fused kernels copy others). Where the gradient lies otherwise in memory than the
+    parameter (a product transposed), blocks of them with a copy of the gradient's, so that no whole copy is ever alive."""
+    strides = p.stride()
+    order = sorted(range(len(strides)), key=lambda d: -strides[d])
+    views = [p, grad, *state] if p.is_contiguous() else [t.permute(order) for t in (p, grad, *state)]
+    if grad.stride() == strides or not p.numel():
+        yield views
+        return
+    rows = max(1, _BLOCK * views[0].shape[0] // p.numel())
+    for k in range(0, views[0].shape[0], rows):
+        part = [v[k : k + rows] for v in views]
+        yield [part[0], part[1].contiguous(), *part[2:]]
 
 
 def _on(step: Tensor, p: Tensor) -> Tensor:
@@ -85,16 +97,18 @@ def _adam(
     lr: float, beta1: float, beta2: float, eps: float, weight_decay: float, maximize: bool, decoupled: bool,
 ) -> None:  # fmt: skip
     step += 1
-    grad, more = _like(grad, p), [] if largest is None else [largest]
+    more = [] if largest is None else [largest]
     if not _fusable(p, grad, exp_avg, exp_avg_sq, *more):
         return loops.adam(
             p, grad, exp_avg, exp_avg_sq, largest, step.item(), lr, beta1, beta2, eps, weight_decay, maximize, decoupled
         )
     fused = _torch.fused_adamw_ if decoupled else _torch.fused_adam_
-    fused(
-        [p], [grad], [exp_avg], [exp_avg_sq], more, [_on(step, p)], lr=float(lr), beta1=float(beta1), beta2=float(beta2),
-        weight_decay=float(weight_decay), eps=float(eps), amsgrad=largest is not None, maximize=maximize,
-    )  # fmt: skip
+    now = _on(step, p)
+    for part, slope, first, second, *most in _blocks(p, grad, exp_avg, exp_avg_sq, *more):
+        fused(
+            [part], [slope], [first], [second], most, [now], lr=float(lr), beta1=float(beta1), beta2=float(beta2),
+            weight_decay=float(weight_decay), eps=float(eps), amsgrad=largest is not None, maximize=maximize,
+        )  # fmt: skip
     return None
 
 
@@ -116,14 +130,15 @@ def _sgd(
 ) -> None:  # fmt: skip
     if p.is_meta:
         return None
-    grad, more = _like(grad, p), [] if buffer is None else [buffer]
+    more = [] if buffer is None else [buffer]
     # torch 2.13's fused SGD on CPU leaves half parameters as they are (64 elements, bfloat16: no change at all)
     if not _fusable(p, grad, *more) or (p.device.type == "cpu" and p.dtype.itemsize < 4):
         return loops.sgd(p, grad, buffer, first, lr, momentum, dampening, weight_decay, nesterov, maximize)
-    _torch.fused_sgd_(
-        [p], [grad], more, weight_decay=float(weight_decay), momentum=float(momentum), lr=float(lr),
-        dampening=float(dampening), nesterov=nesterov, maximize=maximize, is_first_step=first,
-    )  # fmt: skip
+    for part, slope, *buffers in _blocks(p, grad, *more):
+        _torch.fused_sgd_(
+            [part], [slope], buffers, weight_decay=float(weight_decay), momentum=float(momentum), lr=float(lr),
+            dampening=float(dampening), nesterov=nesterov, maximize=maximize, is_first_step=first,
+        )  # fmt: skip
     return None
 
 
@@ -152,12 +167,13 @@ def adagrad_(
     if p.is_meta:
         return p, state_sum, step
     step += 1
-    grad = _like(grad, p)
     if not _fusable(p, grad, state_sum):
         loops.adagrad(p, grad, state_sum, step.item(), lr, lr_decay, eps, weight_decay, maximize)
-    else:
+        return p, state_sum, step
+    now = _on(step, p)
+    for part, slope, total in _blocks(p, grad, state_sum):
         _torch.fused_adagrad_(
-            [p], [grad], [state_sum], [_on(step, p)], lr=float(lr), lr_decay=float(lr_decay),
+            [part], [slope], [total], [now], lr=float(lr), lr_decay=float(lr_decay),
             weight_decay=float(weight_decay), eps=float(eps), maximize=maximize,
         )  # fmt: skip
     return p, state_sum, step
