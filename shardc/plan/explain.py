@@ -124,17 +124,29 @@ def _moves(plan: Plan, slot: Slot) -> list[Instruction]:
     values = _values(plan, slot)
     out: list[Instruction] = [i for i in plan.instructions if isinstance(i, Collective) and i.src in values]
     for w in plan.instructions:
-        if not (isinstance(w, Write) and w.slot == slot.path):
-            continue
-        maker = plan.by_name[plan.makers[w.src]]
-        for reg in (w.src, *uses(maker)):
-            chain = plan.by_name.get(plan.makers.get(reg, ""))
-            while isinstance(chain, Collective):
-                if chain not in out:
-                    out.append(chain)
-                chain = plan.by_name.get(plan.makers.get(chain.src, ""))
+        if isinstance(w, Write) and w.slot == slot.path:
+            out += [c for c in _behind(plan, slot, w.src) if c not in out]
     order = {i.name: k for k, i in enumerate(plan.instructions)}
     return sorted(out, key=lambda i: order[i.name])
+
+
+def _behind(plan: Plan, slot: Slot, reg: Reg) -> list[Collective]:
+    """Collectives on the way to a slot's new value: of the value itself and, through the update, of the gradient."""
+    out: list[Collective] = []
+    todo, seen = [reg], {reg}
+    while todo:
+        maker = plan.by_name[plan.makers[todo.pop()]]
+        if isinstance(maker, Collective):
+            out.append(maker)
+        for r in uses(maker) if isinstance(maker, (Collective, Compute)) and maker.phase != "forward" else []:
+            spec = plan.aliases.out[r].spec
+            other = plan.aliases.slot.get(r) is not None or r in plan.roles.parameter
+            follow = plan.roles.phase[r] == "update" or r in plan.roles.gradient
+            alike = spec is not None and sorted(spec.shape) == sorted(slot.type.shape)  # a gradient may come transposed
+            if r not in seen and alike and follow and not other:
+                seen.add(r)
+                todo.append(r)
+    return out
 
 
 def _node(plan: Plan, i: Instruction) -> str:
