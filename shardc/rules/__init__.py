@@ -1,6 +1,7 @@
 """Factor rules: how each operator may be split over ranks. One small table for each family of operators."""
 
 from shardc.rules.call import map_operands, tensor_operands
+from shardc.rules.catalogue import prove, table
 from shardc.rules.decompose import decompositions
 from shardc.rules.localise import localise
 from shardc.rules.registry import has_rule, register, rule_for, unregister
@@ -12,8 +13,10 @@ __all__ = [
     "has_rule",
     "localise",
     "map_operands",
+    "prove",
     "register",
     "rule_for",
+    "table",
     "tensor_operands",
     "unregister",
 ]

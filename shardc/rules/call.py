@@ -213,7 +213,8 @@ def _at_least(result: torch.dtype, operand: torch.dtype) -> bool:
     if operand.is_floating_point:
         if not result.is_floating_point or result.itemsize < operand.itemsize:
             return False
-        return torch.finfo(result).eps <= torch.finfo(operand).eps
+        new, old = torch.finfo(result), torch.finfo(operand)
+        return new.eps <= old.eps and new.max >= old.max
     return result.is_floating_point or result.itemsize >= operand.itemsize
 
 

@@ -12,6 +12,8 @@ from shardc.rules.arithmetic import aten, cast, constant, total, wide
 
 NONE, MEAN, TOTAL = 0, 1, 2
 """torch's numbers for the reductions of a loss."""
+SMALLEST = 9.999999960041972e-13
+"""The bound of torch's binary cross entropy: 1e-12 in float32, in all dtypes."""
 
 
 def _reduced(values: Tensor, reduction: int) -> Tensor:
@@ -73,7 +75,7 @@ def bce(x: Tensor, y: Tensor, weight: Tensor | None = None, reduction: int = MEA
 
 
 def bce_backward(grad: Tensor, x: Tensor, y: Tensor, weight: Tensor | None = None, reduction: int = MEAN) -> Tensor:
-    below = aten.clamp_min.default(aten.mul.Tensor(aten.rsub.Scalar(x, 1), x), 1e-12)
+    below = aten.clamp_min.default(aten.mul.Tensor(aten.rsub.Scalar(x, 1), x), SMALLEST)
     slope = aten.div.Tensor(aten.sub.Tensor(x, y), below)
     slope = slope if weight is None else aten.mul.Tensor(slope, weight)
     return aten.mul.Tensor(slope, _scaled(grad, x.numel(), reduction))  # type: ignore[no-any-return]

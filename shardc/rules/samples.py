@@ -94,16 +94,20 @@ def written() -> Iterator[Sample]:
         return Sample(op, args, kwargs)
 
     # views
-    for op in (aten.clone, aten.detach, aten.alias, aten.lift_fresh_copy):
+    for op in (aten.clone, aten.detach, aten.alias, aten.lift_fresh_copy, aten.lift_fresh, aten.resolve_conj, aten._neg_view):
         yield call(op.default, x)
     for size in ([12, 5], [4, 15], [60], [4, 3, 5], [2, 2, 3, 5, 1], [1, 4, 3, 5], [4, 3, 1, 5]):
         yield call(aten.view.default, x, size)
-        yield call(aten._unsafe_view.default, x, size)
+        for op in (aten._unsafe_view, aten.view_copy, aten.reshape, aten._reshape_copy):
+            yield call(op.default, x, size)
     yield call(aten.view.default, ints(6, 4), [4, 6])
     yield call(aten.view.default, ints(12, 10), [2, 6, 5, 2])
     yield call(aten.view.default, ints(1, 5), [5])
     yield call(aten.view.default, ints(2, 7, 12), [14, 3, 4])
     yield call(aten.expand.default, ints(4, 1, 5), [2, 4, 3, -1])
+    yield call(aten.expand_copy.default, ints(4, 1, 5), [4, 3, 5])
+    yield call(aten.view.dtype, x, torch.float32)
+    yield call(aten.view.dtype, x, torch.int64)
     yield call(aten.permute.default, x, [2, 0, -2])
     yield call(aten.transpose.int, x, 0, -1)
     yield call(aten.t.default, ints(4, 3))
@@ -150,8 +154,8 @@ def written() -> Iterator[Sample]:
         if op is not None:
             yield call(op, x)
     for name in ("max.dim", "min.dim", "any.dim", "all.dim", "median.dim", "prod.dim_int", "cumsum.default", "cumprod.default",
-                 "cummax.default", "cummin.default", "sort.default", "argsort.default", "argmax.default", "logcumsumexp.default",
-                 "mode.default"):  # fmt: skip
+                 "cummax.default", "cummin.default", "sort.default", "argsort.default", "argmax.default",
+                 "logcumsumexp.default", "mode.default"):  # fmt: skip
         op = overload(f"aten.{name}")
         if op is not None:
             yield call(op, x, 1)
@@ -237,6 +241,11 @@ def written() -> Iterator[Sample]:
     yield call(aten.copy.default, x, ints(3, 5))
     yield call(aten.fill.Tensor, x, torch.tensor(3.0, dtype=torch.float64))
     yield call(aten.div.Tensor_mode, x, ints(3, 5, lo=1), rounding_mode="floor")
+    yield call(aten.div.Scalar_mode, x, 2, rounding_mode="trunc")
+    yield call(aten.div.Tensor_mode, x, ints(3, 5, lo=1), rounding_mode=None)
+    yield call(aten.masked_fill.Tensor, x, x > 0, torch.tensor(3.0, dtype=torch.float64))
+    yield call(aten.clamp.default, x, -2, 3)
+    yield call(aten.clamp.Tensor, x, ints(3, 5), None)
     yield call(aten.mul.Tensor, ints(4, 3, dtype=torch.int64), ints(4, 3, hi=9))
     yield call(aten.add.Tensor, x, ints(1, 5), alpha=2)
     yield from networks()
@@ -269,6 +278,7 @@ def networks() -> Iterator[Sample]:
             b,
             [True, w is not None, b is not None],
         )
+    yield call(aten._fused_rms_norm.default, x, [5], ints(5), 1e-5)
     image, kernel, bias = ints(4, 3, 6, 7), ints(5, 3, 2, 3), ints(5)
     grad = ints(4, 5, 5, 5)
     tail = ([1, 1], [0, 0], [1, 1], False, [0, 0], 1)
@@ -291,7 +301,22 @@ def networks() -> Iterator[Sample]:
     yield call(aten.avg_pool2d_backward.default, pooled, image, [2, 2], [], [0, 0], False, True, None)
     yield call(aten._adaptive_avg_pool2d.default, image, [2, 3])
     yield call(aten._adaptive_avg_pool2d_backward.default, ints(4, 3, 2, 3), image)
+    volume = ints(2, 3, 4, 6, 8)
+    pooled, where = aten.max_pool3d_with_indices.default(volume, [2, 2, 2])
+    yield call(aten.max_pool3d_with_indices.default, volume, [2, 2, 2])
+    three = ([2, 2, 2], [], [0, 0, 0])
+    yield call(aten.max_pool3d_with_indices_backward.default, pooled, volume, *three, [1, 1, 1], False, where)
+    yield call(aten.avg_pool3d.default, volume, [2, 2, 2])
+    yield call(aten.avg_pool3d_backward.default, pooled, volume, *three, False, True, None)
+    pooled, where = aten.adaptive_max_pool2d.default(image, [2, 3])
+    yield call(aten.adaptive_max_pool2d.default, image, [2, 3])
+    yield call(aten.adaptive_max_pool2d_backward.default, pooled, image, where)
+    yield call(aten._upsample_bicubic2d_aa.default, image, [8, 9], False)
+    yield call(aten._upsample_bilinear2d_aa.default, image, [8, 9], False)
     yield call(aten.upsample_nearest1d.default, x, [8])
+    yield call(aten.upsample_nearest1d_backward.default, ints(4, 3, 8), [8], [4, 3, 5])
+    yield call(aten.upsample_bicubic2d_backward.default, ints(4, 3, 8, 9), [8, 9], [4, 3, 6, 7], False)
+    yield call(aten.reflection_pad1d.default, x, [1, 2])
     yield call(aten.upsample_nearest2d.default, image, [8, 9])
     yield call(aten.upsample_bilinear2d.default, image, [8, 9], False)
     yield call(aten.upsample_bicubic2d.default, image, [8, 9], False)
@@ -303,6 +328,7 @@ def networks() -> Iterator[Sample]:
     yield call(aten._fft_c2c.default, torch.complex(x, x), [1], 0, True)
     yield call(aten._fft_c2r.default, torch.complex(x, x), [1], 0, 4)
     yield call(aten._cdist_forward.default, ints(2, 4, 5), ints(2, 3, 5), 2.0, None)
+    yield call(aten.linalg_inv_ex.default, torch.eye(3, dtype=torch.float64).expand(4, 3, 3) * 4)
     yield call(aten.linalg_cholesky_ex.default, torch.eye(3, dtype=torch.float64).expand(4, 3, 3) * 4)
     # losses
     for name in ("mse_loss", "smooth_l1_loss", "huber_loss"):
@@ -311,6 +337,14 @@ def networks() -> Iterator[Sample]:
             yield call(getattr(aten, name).default, ints(4, 3), ints(4, 3, hi=9), reduction, *extra)
             yield call(getattr(aten, f"{name}_backward").default, ints(4, 3, lo=1) if reduction == 0 else ints(lo=1),
                        ints(4, 3), ints(4, 3, hi=9), reduction, *extra)  # fmt: skip
+    odds, labels = torch.sigmoid(ints(4, 3)), (ints(4, 3, hi=9) > 2).double()
+    for reduction in (0, 1, 2):
+        up = ints(4, 3, lo=1) if reduction == 0 else ints(lo=1)
+        yield call(aten.binary_cross_entropy.default, odds, labels, ints(3, lo=1), reduction)
+        yield call(aten.binary_cross_entropy_backward.default, up, odds, labels, ints(3, lo=1), reduction)
+        yield call(aten.binary_cross_entropy_with_logits.default, ints(4, 3), labels, None, ints(3, lo=1), reduction)
+        yield call(aten.soft_margin_loss.default, ints(4, 3), labels, reduction)
+        yield call(aten.soft_margin_loss_backward.default, up, ints(4, 3), labels, reduction)
     logp, target = y.log()[:, :, 0], index(4, below=3)
     for reduction in (0, 1, 2):
         weight = ints(3, lo=1) if reduction else None

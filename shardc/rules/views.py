@@ -16,6 +16,18 @@ def same(call: Call) -> Rule:
     return draft.rule([dims], [dims], any_partial=True)
 
 
+def reinterpreted(call: Call) -> Rule:
+    """view.dtype: other numbers in the same bytes; the last dim changes where items differ in size."""
+    draft = Draft(call)
+    x, result = call.operands[0], call.results[0]
+    assert result is not None
+    if x.shape == result.shape:
+        dims = draft.fresh(x.shape)
+        return draft.rule([dims], [dims])
+    dims = draft.fresh(x.shape[:-1])
+    return draft.rule([[*dims, draft.new(x.shape[-1], WHOLE)]], [[*dims, draft.new(result.shape[-1], WHOLE)]])
+
+
 def refine(draft: Draft, left: Sequence[int], right: Sequence[int]) -> tuple[list[DimFactors], list[DimFactors]]:
     """The factors of a reshape: the coarsest common refinement of both lists of sizes.
 
@@ -322,7 +334,7 @@ TABLE: dict[str, Builder] = {
     "aten.alias.default": same,
     "aten.lift_fresh_copy.default": same,
     "aten.lift_fresh.default": same,
-    "aten.view.dtype": same,
+    "aten.view.dtype": reinterpreted,
     "aten._conj.default": whole_dims("", 0),
     "aten.resolve_conj.default": whole_dims("", 0),
     "aten._neg_view.default": whole_dims("", 0),
