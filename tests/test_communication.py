@@ -1,0 +1,115 @@
+"""Bytes and counts of collectives, exactly: parameters are gathered once for each phase that reads them, gradients reduced once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+import shardc
+
+DP = (2, 4, 8)
+STAGES = (0, 1, 2, 3)
+
+
+class Model(nn.Module):
+    """An embedding, two blocks with norms and biases, and a head that may be tied or frozen."""
+
+    def __init__(self, tied: bool = False, lora: bool = False) -> None:
+        super().__init__()
+        self.wte = nn.Embedding(64, 32)
+        self.norm = nn.LayerNorm(32)
+        self.up, self.down = nn.Linear(32, 64), nn.Linear(64, 32)
+        self.head = nn.Linear(32, 64, bias=False)
+        if tied:
+            self.head.weight = self.wte.weight
+        if lora:
+            self.requires_grad_(False)
+            self.a, self.b = nn.Linear(32, 8, bias=False), nn.Linear(8, 32, bias=False)
+        self.lora = lora
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.wte(tokens)
+        h = self.down(F.gelu(self.up(self.norm(x))))
+        if self.lora:
+            h = h + self.b(self.a(x))
+        return self.head(x + h)
+
+
+def step(clip: bool) -> Callable[..., Any]:
+    def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, tokens: torch.Tensor) -> torch.Tensor:
+        loss = F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
+        loss.backward()
+        if clip:
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    return train_step
+
+
+def plan_of(model: nn.Module, dp: int, zero: int, clip: bool = False) -> shardc.Plan:
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+    compiled = shardc.compile(step(clip), mesh=shardc.Mesh(dp=dp, simulated=True), zero=zero)
+    plan = compiled.lower(model, optimizer, torch.zeros(16, 8, dtype=torch.int64))
+    assert isinstance(plan, shardc.Plan)
+    return plan
+
+
+def parameters(model: nn.Module) -> Iterator[tuple[str, int, bool, bool]]:
+    """(name, bytes, read in the backward, trained) of each distinct parameter."""
+    unread = {"wte.weight", "up.bias", "down.bias", "norm.bias"}  # the derivative of a sum or a lookup needs no operand
+    for name, p in model.named_parameters():
+        tied = name == "wte.weight" and getattr(model.head, "weight", None) is p
+        yield name, p.numel() * p.element_size(), name not in unread or tied, p.requires_grad
+
+
+def ideal(model: nn.Module, dp: int, zero: int) -> float:
+    """The least there is: per slot a gather for each phase that reads it, and one reduction; ring convention."""
+    share, total = (dp - 1) / dp, 0.0
+    for _, nbytes, backward, trained in parameters(model):
+        gathers = 1 + backward if zero == 3 else 0
+        reductions = (2 if zero == 0 else 1) if trained else 0
+        updates = 1 if zero in (1, 2) and trained else 0
+        total += (gathers + reductions + updates) * nbytes * share
+    return total
+
+
+def traffic(plan: shardc.Plan) -> int:
+    return sum(row.bytes for row in plan.communication if row.group in ("parameters", "gradients"))
+
+
+@pytest.mark.parametrize("kind", ["plain", "clip", "tied"])
+@pytest.mark.parametrize("zero", STAGES)
+@pytest.mark.parametrize("dp", DP)
+def test_parameter_traffic_is_the_sum_over_phases(dp: int, zero: int, kind: str) -> None:
+    model = Model(tied=kind == "tied")
+    plan = plan_of(model, dp, zero, clip=kind == "clip")
+    assert traffic(plan) == pytest.approx(ideal(model, dp, zero), rel=0.02)
+
+
+@pytest.mark.parametrize("zero", STAGES)
+def test_each_gradient_is_reduced_once(zero: int) -> None:
+    model = Model(tied=True)
+    plan = plan_of(model, 4, zero)
+    reductions = sum(row.count for row in plan.communication if row.group == "gradients")
+    assert reductions == len(list(model.parameters()))
+
+
+@pytest.mark.parametrize("dp", DP)
+def test_frozen_parameters_are_gathered_and_never_reduced(dp: int) -> None:
+    model = Model(lora=True)
+    plan = plan_of(model, dp, 3)
+    reduced = sum(row.bytes for row in plan.communication if row.group == "gradients")
+    trained = sum(p.numel() * 4 for p in (model.a.weight, model.b.weight))
+    assert reduced == trained * (dp - 1) // dp
+    assert not any(path.startswith("model.up.weight.grad") or "optimizer.state[2]" in path for path in plan.slots)
+    gathered = sum(row.bytes for row in plan.communication if row.group == "parameters" and row.phase == "forward")
+    assert gathered == sum(p.numel() * 4 for p in model.parameters()) * (dp - 1) // dp
+    again = sum(row.bytes for row in plan.communication if row.group == "parameters" and row.phase == "backward")
+    assert again == sum(p.numel() * 4 for p in (model.head.weight, model.b.weight)) * (dp - 1) // dp
