@@ -513,3 +513,19 @@ def test_update_opcheck():
     p, g, m, v = (torch.rand(3, 4) for _ in range(4))
     args = (p, g, m, v, torch.tensor(2.0), 0.1, 0.9, 0.99, 1e-8, 0.1, False, True)
     torch.library.opcheck(torch.ops.shardc.adam.default, args, test_utils=("test_schema", "test_faketensor"))
+
+
+def test_updates_reach_whatever_shares_the_parameters_memory():
+    def step(flat, grad):
+        parts = [torch.nn.Parameter(flat[:6].view(2, 3)), torch.nn.Parameter(flat[6:])]
+        for p in parts:
+            p.grad = grad[: p.numel()].view(p.shape) + 0.5
+        with ops.optimizer_kernels():
+            torch.optim.SGD(parts, lr=0.5, foreach=False).step()
+        return [flat * 2, *(p.detach() + 0 for p in parts)]
+
+    flat, grad = torch.rand(10), torch.rand(6)
+    got = trace(step, flat, grad)(flat.clone(), grad)
+    want = torch.cat([flat[:6] - (grad + 0.5) / 2, flat[6:] - (grad[:4] + 0.5) / 2])
+    torch.testing.assert_close(got[0], want * 2)
+    torch.testing.assert_close(torch.cat([x.flatten() for x in got[1:]]), want)
