@@ -144,7 +144,7 @@ def functional(x: Tensor) -> FunctionalTensor:
 
 def current_value(x: FunctionalTensor) -> Tensor:
     """The (fake) tensor that is a functionalised tensor's value now."""
-    torch._sync(x)
+    x.sync()
     return torch._from_functional_tensor(x.elem)
 
 
@@ -195,11 +195,11 @@ lookup("torch.compiler", "_is_compiling_flag")
 def compiling(flag: bool = True) -> Iterator[None]:
     """While inside, `torch.compiler.is_compiling()` says `flag`: libraries then avoid reading the values of tensors."""
     before = torch.compiler._is_compiling_flag
-    torch.compiler._is_compiling_flag = flag  # type: ignore[attr-defined]
+    torch.compiler._is_compiling_flag = flag
     try:
         yield
     finally:
-        torch.compiler._is_compiling_flag = before  # type: ignore[attr-defined]
+        torch.compiler._is_compiling_flag = before
 
 
 @contextlib.contextmanager
@@ -215,4 +215,4 @@ def when_printed(act: Callable[[], None]) -> Iterator[None]:
     try:
         yield
     finally:
-        FunctionalTensor.__repr__ = before  # type: ignore[method-assign]
+        FunctionalTensor.__repr__ = before  # type: ignore[method-assign, assignment]
