@@ -57,6 +57,8 @@ class Effects:
         constants: numbers of optimizers that the step sets to a plain value.
         training: modules whose training flag changed.
         requires_grad: slots whose requires_grad changed.
+        stepped: optimizers that stepped (a scheduler asks).
+        scheduled: calls of schedulers, run on the host at the end.
     """
 
     created: list[Created] = field(default_factory=list)
@@ -65,6 +67,8 @@ class Effects:
     constants: dict[str, float] = field(default_factory=dict)
     training: dict[str, bool] = field(default_factory=dict)
     requires_grad: dict[str, bool] = field(default_factory=dict)
+    stepped: set[str] = field(default_factory=set)
+    scheduled: list[tuple[str, tuple[Any, ...]]] = field(default_factory=list)
 
     def commit(
         self, world: World, tensors: dict[str, Tensor], deleted: set[str] | None = None, numbers: dict[str, Any] | None = None
@@ -109,6 +113,11 @@ class Effects:
             module.training = self.training[world.modules[id(module)]]
         for path, flag in self.requires_grad.items():
             world.slots[path].get().requires_grad_(flag)
+        for path in self.stepped:
+            if hasattr(world.optimizers[path].step, "_wrapped_by_lr_sched"):
+                world.optimizers[path]._opt_called = True  # type: ignore[attr-defined]
+        for path, args in self.scheduled:
+            world.schedulers[path].step(*args)
 
 
     @contextlib.contextmanager
@@ -244,6 +253,7 @@ class _Comparison:
             elif self.old.signature[path] != value:
                 self._changed(path, self.old.signature[path], value)
         self._gone()
+        self.effects.stepped, self.effects.scheduled = self.trace.stepped, self.trace.scheduled
         return self.effects
 
     def _node(self, t: Tensor, path: str) -> fx.Node:
@@ -284,9 +294,6 @@ class _Comparison:
                 self._resized(path, ref, type_)
             program.exit[path] = node
             program.versions.setdefault(node, path)
-        for path, ref in self.new.slots.items():
-            if path not in self.old.slots:
-                self._create(path, ref)
 
     def _resized(self, path: str, ref: SlotRef, type_: TensorType) -> None:
         raise CaptureError(f"the step changes the size or dtype of {path} from {self.program.slots[path].type} to {type_}", where=path)
@@ -324,21 +331,28 @@ class _Comparison:
     def _numbers(self) -> None:
         for path, value in self.new.numbers.items():
             if path not in self.old.numbers:
-                if is_symbol(value) and value.node.constant is None:
-                    raise CaptureError(f"a number computed in the step is kept in {path}", where=path, hint="keep it as a tensor")
-                plain = value.node.constant if is_symbol(value) else value
-                owner, of, key = self.new.number_owner(path)
-                self.effects.created.append(Created(path, None, owner, of, key, plain))
-            elif not is_symbol(value):
+                continue
+            if not is_symbol(value):
                 self.effects.constants[path] = value
+            elif value.node.later:
+                continue
             elif value.node.constant is not None:
                 self.effects.constants[path] = value.node.constant
             elif value.node.fx_node is not self.program.numbers[path]:
                 self.program.number_exit[path] = value.node.fx_node
 
+    def _create_number(self, path: str, value: Any) -> None:
+        if is_symbol(value) and value.node.constant is None:
+            raise CaptureError(f"a number computed in the step is kept in {path}", where=path, hint="keep it as a tensor")
+        plain = value.node.constant if is_symbol(value) else value
+        owner, of, key = self.new.number_owner(path)
+        self.effects.created.append(Created(path, None, owner, of, key, plain))
+
     def _appeared(self, path: str, value: Hashable) -> None:
-        if path in self.new.slots or path in self.new.numbers:
-            return
+        if path in self.new.slots:
+            return self._create(path, self.new.slots[path])
+        if path in self.new.numbers:
+            return self._create_number(path, self.new.numbers[path])
         kind = value[0] if isinstance(value, tuple) else None
         if kind == "state":
             return  # an optimizer's new dict for a parameter; its entries are created one by one

@@ -44,6 +44,29 @@ class Number(SymNode):
     def __init__(self, tape: NumberTape, node: fx.Node | None, pytype: type, hint: Hint, constant: Hint = None) -> None:
         self.tape, self.fx_node, self.pytype, self._hint, self.constant = tape, node, pytype, hint, constant
         self._expr, self.shape_env = None, None
+        self.later = False
+
+    @classmethod
+    def set_later(cls, tape: NumberTape, pytype: type) -> Number:
+        """A number that the host sets after the step: it must not be read any more."""
+        out = cls(tape, None, pytype, None)
+        out.later = True
+        return out
+
+    def recorded(self) -> fx.Node | Hint:
+        """Its node, or its value if it is a literal.
+
+        Raises:
+            CaptureError: it has no value inside this step.
+        """
+        if self.constant is not None:
+            return self.constant
+        if self.fx_node is None:
+            raise CaptureError(
+                "a number that a scheduler sets is read after scheduler.step() in the same step", where=self.tape.line(),
+                hint="call scheduler.step() last, or outside of the compiled step",
+            )  # fmt: skip
+        return self.fx_node
 
     # -- what torch asks of a node -------------------------------------------------------------------------------------
 
@@ -107,14 +130,16 @@ class Number(SymNode):
         """Its value, as a decision that the program depends on from here."""
         if self.constant is not None:
             return self.constant
+        self.recorded()
         if self._hint is None:
             raise CaptureError(
                 "Python needs the value of a tensor to go on (if, while, float(), int(), a size or an index)",
                 where=self.tape.line(),
                 hint="keep the decision in tensors (torch.where, a mask), or take it outside the compiled step",
             )
-        assert self.fx_node is not None
-        self.tape.guard(self.fx_node, self._hint)
+        node = self.recorded()
+        assert isinstance(node, fx.Node)
+        self.tape.guard(node, self._hint)
         return self._hint
 
     def evaluate(self, size_oblivious: bool = False) -> bool | int | float:
@@ -156,7 +181,7 @@ class Number(SymNode):
         hint = None if any(h is None for h in hints) else target(*hints)
         if all(not isinstance(n, Number) or n.constant is not None for n in numbers):
             return Number(self.tape, None, pytype, hint, hint)
-        args = tuple((n.fx_node if n.constant is None else n.constant) if isinstance(n, Number) else n for n in numbers)
+        args = tuple(n.recorded() if isinstance(n, Number) else n for n in numbers)
         return Number(self.tape, self.tape.number_op(target, args), pytype, hint)
 
     def _kind(self, other: Number | None = None) -> type:

@@ -122,12 +122,10 @@ class Recorder(TorchDispatchMode):
                 inputs.append(node)
                 return node
             if is_symbol(x):
-                number: Number = x.node
-                if number.constant is not None:
-                    return number.constant
-                assert number.fx_node is not None
-                inputs.append(number.fx_node)
-                return number.fx_node
+                number = x.node.recorded()
+                if isinstance(number, fx.Node):
+                    inputs.append(number)
+                return number
             if isinstance(x, (list, tuple)):
                 return [as_node(y) for y in x]
             if isinstance(x, torch.Generator):

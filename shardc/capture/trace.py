@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -22,7 +23,8 @@ from shardc.capture.recorder import Recorder
 from shardc.capture.results import flatten
 from shardc.capture.results import rebuild as _rebuild
 from shardc.capture.twin import Twin
-from shardc.capture.world import World
+from shardc.capture.watch import Watch
+from shardc.capture.world import World, write
 from shardc.errors import CaptureError
 from shardc.program import Program, Slot, SlotKind, TensorType
 
@@ -109,6 +111,9 @@ class _Trace:
         self.versions = self.program.versions
         self.slot_twins: dict[str, FunctionalTensor] = {}
         self.input_twins: dict[str, FunctionalTensor] = {}
+        self.paths: dict[int, str] = {}  # id of a slot's twin -> path
+        self.stepped: set[str] = set()  # optimizers
+        self.scheduled: list[tuple[str, tuple[Any, ...]]] = []  # calls of schedulers, for the host
 
     # -- the twin world ------------------------------------------------------------------------------------------------
 
@@ -123,7 +128,7 @@ class _Trace:
             self._numbers()
             for ident, path in world.modules.items():
                 self.module_names[id(self.twin.memo[ident])] = path
-            with self._optimizer_flags(), _host_random(), _torch.compiling(), _torch.when_printed(self._printed):
+            with self._optimizer_flags(), self._schedulers(), _host_random(), _torch.compiling(), _torch.when_printed(self._printed):
                 result = fn(*args, **kwargs)
             effects = after(self, arguments)
             self._poll()
@@ -143,6 +148,7 @@ class _Trace:
             stack.enter_context(self.recorder)
             self.functional_mode = stack.enter_context(FunctionalTensorMode())
             stack.enter_context(ops.sdpa_mode())
+            stack.enter_context(Watch(self._edited, self.recorder.line))
             stack.enter_context(ops.optimizer_kernels())
             yield
 
@@ -156,6 +162,7 @@ class _Trace:
             real = ref.get()
             twin = self._stand_in(path, real, tuple(real.shape), tuple(real.stride()))
             self.slot_twins[path] = twin
+            self.paths[id(twin)] = path
             node = self.recorder.node_of(_torch.current_value(twin))
             assert node is not None
             program.entry[path] = node
@@ -231,6 +238,19 @@ class _Trace:
             self.versions.setdefault(node, path)
         return node
 
+    def _edited(self, twin: Tensor) -> None:
+        path = self.paths.get(id(twin))
+        if path is not None:
+            assert isinstance(twin, FunctionalTensor)
+            self._version(path, twin)
+
+    def _stepped(self, path: str, optimizer: Any) -> None:
+        """An optimizer has stepped: its parameters have new values."""
+        self.stepped.add(path)
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                self._edited(p)
+
     def _poll(self) -> None:
         """Record the values that slots have now as versions."""
         for path, twin in self.slot_twins.items():
@@ -244,7 +264,7 @@ class _Trace:
             sym = symbol(Number(self.recorder, node, type(value), value))
             twin = self.twin.memo[id(holder)]
             if index is None:
-                twin[key] = sym
+                write(twin, key, sym)
             else:
                 old = twin[key]
                 new = [*old[:index], sym, *old[index + 1 :]]
@@ -258,9 +278,10 @@ class _Trace:
         """
         saved: list[tuple[dict[str, Any], str, Any]] = []
         handles: list[Any] = []
-        for optimizer in self.world.optimizers.values():
+        for path, optimizer in self.world.optimizers.items():
             twin = self.twin.memo[id(optimizer)]
             inside = contextlib.ExitStack()
+            handles.append(twin.register_step_post_hook(lambda o, *_, p=path: self._stepped(p, o)))
             handles.append(twin.register_step_pre_hook(lambda *_, s=inside: s.enter_context(_torch.compiling(False))))
             handles.append(twin.register_step_post_hook(lambda *_, s=inside: s.close()))
             for group in twin.param_groups:
@@ -275,6 +296,32 @@ class _Trace:
                 group[flag] = value
             for handle in handles:
                 handle.remove()
+
+    @contextlib.contextmanager
+    def _schedulers(self) -> Iterator[None]:
+        """In the twin a scheduler's `step` is only noted down; the user's runs on the host after the program."""
+        twins = {path: self.twin.memo[id(s)] for path, s in self.world.schedulers.items()}
+        for path, twin in twins.items():
+            twin.__dict__["step"] = functools.partial(self._schedule, path, twin)
+        try:
+            yield
+        finally:
+            for twin in twins.values():
+                twin.__dict__.pop("step", None)
+
+    def _schedule(self, path: str, twin: Any, *args: Any) -> None:
+        if any(isinstance(a, Tensor) or is_symbol(a) for a in args):
+            raise CaptureError(f"{path}.step() is given a value computed in the step", where=self.recorder.line(),
+                               hint="return the value and call the scheduler outside of the compiled step")  # fmt: skip
+        self.scheduled.append((path, args))
+        self.program.notes.append(f"{path}.step() runs on the host after the step ({self.recorder.line()})")
+        for group in twin.optimizer.param_groups:
+            for name in ("lr", *(("momentum",) if "Cycl" in type(twin).__name__ else ())):
+                if is_symbol(group.get(name)):
+                    group[name] = symbol(Number.set_later(self.recorder, float))
+        for name, value in twin.__dict__.items():
+            if is_symbol(value):
+                twin.__dict__[name] = symbol(Number.set_later(self.recorder, value.node.pytype))
 
     # -- results -------------------------------------------------------------------------------------------------------
 

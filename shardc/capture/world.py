@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from shardc.capture.names import Resolved, named_values
 from shardc.capture.numbers import is_symbol
@@ -33,7 +34,7 @@ _MODULE_OWN = frozenset(
      "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_state_dict_hooks", "_state_dict_pre_hooks",
      "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")
 )  # fmt: skip
-_OPTIMIZER_OWN = frozenset(("param_groups", "state", "defaults", "_warned_capturable_if_run_uncaptured"))
+_OPTIMIZER_OWN = frozenset(("param_groups", "state", "defaults", "_warned_capturable_if_run_uncaptured", "_opt_called"))
 
 
 @dataclasses.dataclass
@@ -108,6 +109,7 @@ class World:
     modules: dict[int, str] = dataclasses.field(default_factory=dict)  # id -> path
     tensors: dict[int, str] = dataclasses.field(default_factory=dict)  # id -> path of its slot or input
     optimizers: dict[str, Optimizer] = dataclasses.field(default_factory=dict)
+    schedulers: dict[str, LRScheduler] = dataclasses.field(default_factory=dict)
     outside: list[Resolved] = dataclasses.field(default_factory=list)  # closures and globals the code names
     # filled by a walk that indexes, see `containers`
     places: dict[str, tuple[Any, Any]] = dataclasses.field(default_factory=dict)  # path -> (container, key)
@@ -174,6 +176,13 @@ def why(old: World, new: World) -> str:
 
 
 def _words(value: Hashable) -> str:
+    """A signature's entry in words."""
+    if isinstance(value, tuple) and value and value[0] == "state":
+        return f"{value[1]} entries of optimizer state"
+    if isinstance(value, tuple) and value and value[0] == "module":
+        return f"{value[1]} in {'training' if value[2] else 'evaluation'} mode"
+    if isinstance(value, tuple) and value and value[0] == "number":
+        return f"a {value[1]}"
     if isinstance(value, tuple) and len(value) == 7 and value[0] == "tensor":
         _, shape, dtype, stride, grad, trainable, _ = value
         parts = [f"shape {shape}", f"dtype {str(dtype).removeprefix('torch.')}", f"stride {stride}",
@@ -261,6 +270,8 @@ class _Walk:
             self.module(path, obj)
         elif isinstance(obj, Optimizer):
             self.optimizers.append((path, obj))
+        elif isinstance(obj, LRScheduler):
+            self.scheduler(path, obj)
         elif isinstance(obj, dict):
             self.world.signature[path] = ("dict", type(obj).__name__, len(obj))
             for k, v in obj.items():
@@ -416,6 +427,16 @@ class _Walk:
         for name, value in optimizer.__dict__.items():
             if name not in _OPTIMIZER_OWN and not isinstance(value, types.FunctionType):
                 self.visit(f"{path}.{name}", value, optimizer, name, False)
+
+    def scheduler(self, path: str, scheduler: LRScheduler) -> None:
+        """Its own numbers may change at every call without another program: its step runs on the host."""
+        self.world.schedulers[path] = scheduler
+        self.world.signature[path] = ("scheduler", type(scheduler).__qualname__)
+        for name, value in scheduler.__dict__.items():
+            if isinstance(value, (int, float)) and not isinstance(value, bool) or is_symbol(value):
+                self.number(f"{path}.{name}", value, scheduler, name, None)
+            elif isinstance(value, (Optimizer, list)) and name != "_last_lr":
+                self.visit(f"{path}.{name}", value, scheduler, name, False)
 
     def number(self, path: str, value: float, holder: Any, key: Any, index: int | None) -> None:
         self.world.numbers[path] = value

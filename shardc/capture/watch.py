@@ -1,0 +1,55 @@
+"""A torch-function mode over the trace: in-place edits of slots become versions, and assignments to ``.data`` are honoured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.overrides import TorchFunctionMode
+
+from shardc.errors import CaptureError
+
+_SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+_SETTERS = frozenset(("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__imod__", "__ipow__"))
+
+
+class Watch(TorchFunctionMode):
+    """See the module docstring.
+
+    Args:
+        edited: called with a tensor after an in-place operator on it.
+        line: the user's line.
+    """
+
+    def __init__(self, edited: Callable[[Tensor], None], line: Callable[[], str]) -> None:
+        super().__init__()
+        self.edited, self.line = edited, line
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        if name == "__set__" and func == _SET_DATA:
+            return self._set_data(*args)
+        out = func(*args, **(kwargs or {}))
+        if args and (name in _SETTERS or (name.endswith("_") and not name.endswith("__"))):
+            for target in args[0] if isinstance(args[0], (list, tuple)) else args[:1]:
+                if isinstance(target, FunctionalTensor):
+                    self.edited(target)
+        return out
+
+    def _set_data(self, target: Tensor, value: Tensor) -> None:
+        """``target.data = value``: `target` becomes another name of `value`'s memory; torch would change the wrapper alone."""
+        if not isinstance(target, FunctionalTensor) or not isinstance(value, FunctionalTensor):
+            raise CaptureError("a tensor from outside of the step is assigned to .data", where=self.line(), hint="pass it as an argument")
+        new = value.detach()
+        if (target.shape, target.dtype, target.stride()) != (new.shape, new.dtype, new.stride()):
+            raise CaptureError(
+                f"an assignment to .data changes a tensor from {tuple(target.shape)} {target.dtype} strides {target.stride()} "
+                f"to {tuple(new.shape)} {new.dtype} strides {new.stride()}",
+                where=self.line(), hint="use copy_",
+            )  # fmt: skip
+        assert isinstance(new, FunctionalTensor)
+        target.elem = new.elem
+        self.edited(target)
