@@ -664,6 +664,20 @@ def test_check_fits() -> None:
         plan.check_fits(plan.slots, plan.inputs | {"more": TensorType((1,), torch.float32)}, plan.mesh)
 
 
+def test_plans_of_other_variants_and_options() -> None:
+    plan = plan_of(layers(2, 3), zero=3)
+    assert plan.mismatch(layers(2, 3)) is None
+    with pytest.raises(PlanError, match=r"model.h.0.w rests as \[4@dp, 4\] in this plan, as \[4, 4\]") as e:
+        plan.check_fits(layers(2, 1).slots, plan.inputs, plan.mesh)
+    assert "zero=3" in str(e.value)
+    first = layers(2, 3)
+    del first.entry["optimizer.state[1].step"]
+    assert plan.mismatch(first) == "state on entry: optimizer.state[1].step is in the plan only (1 such)"
+    other = layers(2, 3)
+    other.results = []
+    assert (plan.mismatch(other) or "").startswith("results: 1 and numbers [], the program has 0")
+
+
 def test_hash_is_the_same_in_other_processes() -> None:
     script = "import sys; sys.path.insert(0, 'tests'); import test_plan as t; print(t.plan_of(t.layers(3), zero=3).hash)"
     mine = plan_of(layers(3), zero=3).hash

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from shardc.errors import PlanError
-from shardc.instructions import Instruction, Reg
+from shardc.instructions import Input, Instruction, Reg, Return
 from shardc.mesh import Mesh
 from shardc.ops import INPLACE
 from shardc.plan import printing
@@ -243,7 +243,7 @@ class Plan:
         """Whether the plan is one for this model, these inputs and this mesh.
 
         Args:
-            slots: path -> slot (specs are ignored).
+            slots: path -> slot; storage specs are compared where they are known.
             inputs: path -> global type.
 
         Raises:
@@ -253,6 +253,37 @@ class Plan:
             raise PlanError(f"this plan is for mesh {self.mesh}, the mesh here is {mesh}", hint="make a plan for this mesh")
         _same("state", {p: s.type for p, s in self.slots.items()}, {p: s.type for p, s in slots.items()})
         _same("input", self.inputs, inputs)
+        for path, slot in slots.items():
+            mine = self.slots[path].storage
+            if slot.storage is not None and mine is not None and not slot.storage.same(mine, mesh):
+                raise PlanError(
+                    f"{path} rests as {mine} in this plan, as {slot.storage} with the options here",
+                    where=path, hint=f"compile with the options of the plan: {self._own_options()}",
+                )  # fmt: skip
+
+    def _own_options(self) -> str:
+        given = {k: v for k, v in self.options.items() if v not in (None, {}, []) and k != "mesh"}
+        return ", ".join(f"{k}={v!r}" for k, v in given.items()) or "none are recorded"
+
+    def mismatch(self, program: Program) -> str | None:
+        """Why this plan does not serve a program of the same model: another variant of the step (for example the first call,
+        which creates optimizer state), or another step. None if it does."""
+        mine: dict[str, Any] = {"state on entry": set(self.entry), "state after the step": set(self.kept)}
+        mine["inputs"] = {i.path for i in self.instructions if isinstance(i, Input)}
+        theirs: dict[str, Any] = {"state on entry": set(program.entry), "state after the step": set(program.exit)}
+        theirs["inputs"] = {*program.inputs, *program.numbers}
+        for what, names in mine.items():
+            if names != theirs[what]:
+                only = sorted(names ^ theirs[what])
+                side = "plan" if only[0] in names else "program"
+                return f"{what}: {only[0]} is in the {side} only ({len(only)} such)"
+        end = self.instructions[-1]
+        assert isinstance(end, Return), "a plan ends with a Return"
+        counts = (len(end.results), [path for path, _ in end.numbers])
+        wanted = (len(program.results), list(program.number_exit))
+        if counts != wanted:
+            return f"results: {counts[0]} and numbers {counts[1]}, the program has {wanted[0]} and {wanted[1]}"
+        return None
 
 
 def _same(what: str, mine: Mapping[str, TensorType], theirs: Mapping[str, TensorType]) -> None:
@@ -271,7 +302,8 @@ def _same(what: str, mine: Mapping[str, TensorType], theirs: Mapping[str, Tensor
     if extra:
         raise PlanError(
             f"this plan is for another model: {what} {extra[0]} ({theirs[extra[0]]}) is not in it ({len(extra)} such)",
-            where=extra[0], hint="make a plan for this model: step.lower(...).save(path)",
+            where=extra[0],
+            hint="make a plan for this model: step.lower(...).save(path)",
         )
 
 
