@@ -172,7 +172,8 @@ def local_of(t: Any) -> Tensor:
 BELOW_FUNCTIONAL: Any = lookup("torch._C", "_TorchDispatchModeKey").FAKE
 """The slot of the mode stack below functionalisation."""
 
-without_modes: Callable[[], contextlib.AbstractContextManager[Any]] = lookup("torch.utils._python_dispatch", "_disable_current_modes")
+_Suspended = contextlib.AbstractContextManager[Any]
+without_modes: Callable[[], _Suspended] = lookup("torch.utils._python_dispatch", "_disable_current_modes")
 """Suspends all dispatch modes while inside."""
 
 
