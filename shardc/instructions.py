@@ -30,12 +30,18 @@ class Local:
 
     spec: ShardSpec
 
+    def __str__(self) -> str:
+        return f"local {self.spec}"
+
 
 @dataclass(frozen=True)
 class LocalDim:
     """In an argument tree: this rank's size of one dim."""
 
     dim: Dim
+
+    def __str__(self) -> str:
+        return "local " + "·".join(map(str, self.dim))
 
 
 @dataclass(frozen=True)

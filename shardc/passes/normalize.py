@@ -1,7 +1,7 @@
 """normalize: one way to say each thing.
 
 Before: the program as captured. After: operators that divide by a count of their own input are decomposed (so that counts are
-those of the global batch); `detach`, `alias`, `lift_fresh_copy` and functional `copy` are gone; equal pure nodes of one phase are
+those of the global batch); `detach`, `alias`, `lift_fresh_copy`, functional `copy`, and views and casts that change nothing are gone; equal pure nodes of one phase are
 one node; nothing is dead but random draws, which advance the stream.
 
 Example: ``mean(x: [8, 4])`` becomes ``div(sum(x), 32)``.
@@ -23,6 +23,7 @@ from shardc.rules import decompositions
 
 aten = torch.ops.aten
 SAME = (aten.detach.default, aten.alias.default, aten.lift_fresh_copy.default, aten.lift_fresh.default)
+SHAPING = (aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.expand.default, aten.slice.Tensor)
 FRESH = ("clone", "empty", "zeros", "ones", "full", "new_", "scalar_tensor")  # equal calls must stay different tensors
 
 
@@ -153,12 +154,34 @@ def _merge_equal(program: Program) -> Program:
             build.copy(node)
             continue
         args, kwargs = build.args(node.args), build.args(dict(node.kwargs))
+        same = _source(build, node, args)
+        if same is not None:
+            build.env[node] = same
+            continue
         key = (node.target, _hashable(args), _hashable(kwargs), program.info[node].phase)
         if key in seen:
             build.env[node] = seen[key]
         else:
             seen[key] = build.copy(node)
     return build.finish()
+
+
+def _source(build: Rewriter, node: fx.Node, args: Any) -> fx.Node | None:
+    """The value that a node merely repeats: a view or cast that changes nothing, or a transposition undone."""
+    if not args or not isinstance(args[0], fx.Node) or not isinstance(kind := build.old.info[node].type, TensorType):
+        return None
+    source: fx.Node = args[0]
+    if node.target in SHAPING and build.info[source].type == kind:
+        return source
+    if node.target is aten._to_copy.default and build.info[source].type == kind and set(node.kwargs) <= {"dtype"}:
+        return source
+    undone = source.target is node.target and (
+        node.target is aten.t.default or (node.target is aten.transpose.int and set(source.args[1:]) == set(args[1:]))
+    )
+    if undone:
+        (base,) = source.all_input_nodes
+        return base if build.info[base].type == kind and build.info[base].phase == build.info[source].phase else None
+    return None
 
 
 def _hashable(arg: Any) -> Any:
