@@ -477,7 +477,7 @@ def test_what_cannot_be_sharded_is_refused_on_all_ranks() -> None:
     assert len(first) == len(second) == 4
     assert first[0].startswith(AgreementError.__name__) and "model.frozen f32[1, 5] has other values on rank 1" in first[0]
     assert "model.embed.weight is also held by 'kept' (local variable of _refusals(), test_state.py" in first[1]
-    assert "model.frozen is on meta" in first[2] and "Net has no reset_parameters()" in first[2] and "to_empty" in first[2]
+    assert "model.scale is on meta" in first[2] and "Net has no reset_parameters()" in first[2] and "to_empty" in first[2]
     assert "the step keeps it as [3, 4]" in first[3] or "is a DTensor of shape [3, 4]" in first[3]
 
 

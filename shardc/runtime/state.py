@@ -8,7 +8,6 @@ rank without process group, and on a simulated mesh, all tensors stay plain.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -230,7 +229,7 @@ class _Seen:
     """How a parameter or a piece of optimizer state was left behind."""
 
     kind: SlotKind
-    tensor: weakref.ref[Tensor]
+    tensor: Tensor | None  # of a parameter; no weak reference: `module.to()` could not swap a DTensor that has one
     shape: tuple[int, ...]
     dtype: torch.dtype
 
@@ -248,7 +247,7 @@ class Watch:
         for ref in refs:
             if ref.kind in (SlotKind.PARAMETER, SlotKind.OPTIMIZER):
                 t = ref.get()
-                self._seen[ref.path] = _Seen(ref.kind, weakref.ref(t), tuple(t.shape), t.dtype)
+                self._seen[ref.path] = _Seen(ref.kind, None if ref.kind is SlotKind.OPTIMIZER else t, tuple(t.shape), t.dtype)
 
     def check(self, refs: Iterable[Ref]) -> None:
         """Before a step.
@@ -275,7 +274,7 @@ class Watch:
                     f"{path} was retyped from {seen.dtype} to {t.dtype} since the last step", where=path,
                     hint="load a state dict of the same dtypes" if loaded else "convert the model before the first step",
                 )  # fmt: skip
-            if not loaded and t is not seen.tensor():
+            if not loaded and t is not seen.tensor:
                 raise StateError(f"{path} was replaced by another Parameter since the last step", where=path, hint=_REPLACED)
 
 
