@@ -206,3 +206,44 @@ def test_uncaptured_objects_are_the_same_after(plain_ops: None) -> None:
     args = (model, optimizer, *tokens(1)[0])
     capture(lm_step, args, {}, observe(lm_step, args, {}))
     assert ids == [id(p) for p in model.parameters()] and not optimizer.state and all(p.grad is None for p in model.parameters())
+
+
+def test_checkpoint_repeats_its_draws(plain_ops: None) -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.drop, self.bn = nn.Linear(5, 4), nn.Dropout(0.5), nn.BatchNorm1d(4)
+            self.b = nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = checkpoint(lambda t: self.bn(self.drop(torch.relu(self.a(t)))), x, use_reentrant=False)
+            return self.b(self.drop(h))
+
+    found = check(mlp_step, with_optimizer(Net, torch.optim.SGD, lr=0.1), batches(3), captures=1)
+    assert len(found[0].program.draws) == 2
+
+
+def test_reseeding_is_refused() -> None:
+    def step(model: Any, optimizer: Any, x: Tensor, y: Tensor) -> Tensor:
+        torch.manual_seed(3)
+        return mlp_step(model, optimizer, x + torch.randn_like(x), y)
+
+    args = (*with_optimizer(MLP, torch.optim.SGD, lr=0.1)(), *batches(1)[0])
+    with pytest.raises(CaptureError, match="sets the seed"):
+        capture(step, args, {}, observe(step, args, {}))
+
+
+def test_an_error_leaves_no_flag_behind() -> None:
+    def step(model: Any, optimizer: Any, x: Tensor, y: Tensor) -> Tensor:
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            loss = F.mse_loss(model(x), y)
+            loss.backward()
+            return loss
+
+        return optimizer.step(closure)
+
+    args = (*with_optimizer(MLP, torch.optim.LBFGS, lr=0.1)(), *batches(1)[0])
+    with pytest.raises(CaptureError, match="Python needs the value"):
+        capture(step, args, {}, observe(step, args, {}))
+    assert not torch.compiler.is_compiling()

@@ -24,7 +24,7 @@ from shardc.errors import CaptureError
 from shardc.program import Draw, Info, Phase, TensorType, Types, op_name
 
 aten = torch.ops.aten
-SMALL_CONSTANT = 16
+_FIRST_SEED = 0x5EED_0000_0000
 _LIFTS = (aten.lift_fresh_copy.default, aten.lift_fresh.default)
 
 
@@ -46,6 +46,7 @@ class Recorder(TorchDispatchMode):
         self.constants: dict[str, Tensor] = {}
         self.saw_backward = False
         self._nodes: dict[int, tuple[FakeTensor, fx.Node]] = {}  # the tensor is kept, so that its id stays its own
+        self._drawn: list[tuple[Any, Any]] = []  # operator and result of each draw
         self._by_seq: dict[int, Place] = {}
         self._last_backward = Place("", "")
         self._mode_key = _torch.BELOW_FUNCTIONAL
@@ -135,14 +136,44 @@ class Recorder(TorchDispatchMode):
 
         node_args = tuple(as_node(a) for a in args)
         node_kwargs = {k: as_node(v) for k, v in kwargs.items()}
+        random = _torch.is_random(func)
+        if random and (again := self._drawn_before(func)) is not None:
+            return again
         with self.fake_mode:
             out = func(*_hints(args), **{k: _hints(v) for k, v in kwargs.items()})
         phase, where = self._place(inputs)
         node = self.graph.call_function(func, node_args, node_kwargs)
         self.info[node] = Info(_types(out), phase, where.module, where.line)
         self._bind_results(node, out)
-        if _torch.is_random(func):
+        if random:
+            self._drawn.append((func, out))
             self.draws[node] = Draw(len(self.draws))
+            self.seed(len(self._drawn))
+        return out
+
+    # -- draws ---------------------------------------------------------------------------------------------------------
+
+    # The real generator carries the number of the next draw as its seed, so that code which saves and restores its state
+    # (checkpoint) gets the same draws again. The trace runs under `fork_rng`.
+
+    def seed(self, draw: int) -> None:
+        """Make `draw` the next one."""
+        torch.default_generator.manual_seed(_FIRST_SEED + draw)
+
+    def _drawn_before(self, func: Any) -> Any:
+        """What this draw gave when the generator was in its present state before; None for a new draw."""
+        at = torch.default_generator.initial_seed() - _FIRST_SEED
+        if not 0 <= at <= len(self._drawn):
+            raise CaptureError("the step sets the seed of torch's generator", where=self.line(), hint="seed outside of the step")
+        if at == len(self._drawn):
+            return None
+        before, out = self._drawn[at]
+        if before is not func:
+            raise CaptureError(
+                f"the generator's state was restored and {op_name(func)} follows where {op_name(before)} was drawn before",
+                where=self.line(), hint="repeat the same draws, or do not restore the generator",
+            )  # fmt: skip
+        self.seed(at + 1)
         return out
 
     def _bind_results(self, node: fx.Node, out: Any) -> None:
@@ -157,6 +188,10 @@ class Recorder(TorchDispatchMode):
                     part = self.graph.call_function(operator.getitem, (node, i))
                     self.info[part] = info.but(type=TensorType.of(item))
                     self.bind(item, part)
+                elif isinstance(item, (list, tuple)) and item:
+                    part = self.graph.call_function(operator.getitem, (node, i))
+                    self.info[part] = info.but(type=_types(item))
+                    self._bind_results(part, item)
 
     def _lift(self, real: Tensor) -> Tensor:
         """A tensor that the code makes from Python data."""

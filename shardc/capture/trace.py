@@ -128,7 +128,8 @@ class _Trace:
             self._numbers()
             for ident, path in world.modules.items():
                 self.module_names[id(self.twin.memo[ident])] = path
-            with self._optimizer_flags(), self._schedulers(), _host_random(), _torch.compiling(), _torch.when_printed(self._printed):
+            self.recorder.seed(0)
+            with _torch.compiling(), self._optimizer_flags(), self._schedulers(), _host_random(), _torch.when_printed(self._printed):
                 result = fn(*args, **kwargs)
             effects = after(self, arguments)
             self._poll()
@@ -278,9 +279,11 @@ class _Trace:
         """
         saved: list[tuple[dict[str, Any], str, Any]] = []
         handles: list[Any] = []
+        entered: list[contextlib.ExitStack] = []
         for path, optimizer in self.world.optimizers.items():
             twin = self.twin.memo[id(optimizer)]
             inside = contextlib.ExitStack()
+            entered.append(inside)
             handles.append(twin.register_step_post_hook(lambda o, *_, p=path: self._stepped(p, o)))
             handles.append(twin.register_step_pre_hook(lambda *_, s=inside: s.enter_context(_torch.compiling(False))))
             handles.append(twin.register_step_post_hook(lambda *_, s=inside: s.close()))
@@ -296,6 +299,8 @@ class _Trace:
                 group[flag] = value
             for handle in handles:
                 handle.remove()
+            for inside in entered:  # left open by an error inside of a step
+                inside.close()
 
     @contextlib.contextmanager
     def _schedulers(self) -> Iterator[None]:
