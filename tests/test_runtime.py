@@ -492,11 +492,11 @@ def _cases(mesh: Mesh) -> list[tuple[list[Step], torch.dtype]]:
         ("[9, 5] +sum@a +sum@b", "[9@a, 5@b]"), ("[9, 5] +sum@a", "[9, 5@(b,a)]"), ("[1@a, 3] +sum@b", "[1, 3]"),
         ("[9, 5@a] +max@b", "[9@a, 5]"), ("[] +min@a", "[]"), ("[0@a, 3] +sum@b", "[0, 3@b]"), ("[3·8@a·4, 5]", "[3·8·4, 5@a]"),
     ]  # fmt: skip
+    few = ("[5, 7@(b,a)]", "[3@a, 5@b]", "[9, 5] +sum@a +sum@b")  # every kind of collective
     out = []
     for src, dst in texts:
-        for dtype in (F64, torch.bfloat16, torch.int64, torch.bool, torch.int16, torch.complex64):
-            if ("max" in src or "min" in src) and dtype.is_complex:
-                continue
+        rare = [torch.bfloat16, torch.int64, torch.bool, torch.int16, torch.complex64] if src in few else []
+        for dtype in (F64, *rare):
             out.append((reshard(spec(src), spec(dst), mesh), dtype))
     return out
 
@@ -522,10 +522,9 @@ def _real_against_simulated(axes: dict[str, int]) -> int:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize(("n", "axes"), [(2, {"a": 2, "b": 1}), (4, {"a": 2, "b": 2})])
-def test_processes_equal_the_simulation(n: int, axes: dict[str, int]) -> None:
-    counts = run_ranks(n, _real_against_simulated, axes)
-    assert counts == [counts[0]] * n and counts[0] > 30
+def test_processes_equal_the_simulation() -> None:
+    counts = run_ranks(4, _real_against_simulated, {"a": 2, "b": 2})
+    assert counts == [counts[0]] * 4 and counts[0] > 20
 
 
 def _fail_on_one(how: str) -> str:
