@@ -6,7 +6,9 @@ from typing import TYPE_CHECKING
 
 from shardc.dtypes import short
 from shardc.plan.fold import fold
+from shardc.plan.replicated import Replicated
 from shardc.plan.text import amount, seconds, size, table
+from shardc.plan.uneven import Uneven
 from shardc.program import Slot, SlotKind
 from shardc.spec import ShardSpec
 
@@ -114,10 +116,7 @@ def time_line(plan: Plan) -> str:
 def notes(plan: Plan) -> list[str]:
     lines = []
     lines += _replicated(plan)
-    for row in fold((u.name, (u.spec, u.bytes)) for u in plan.uneven):
-        first = plan.uneven[row.members[0]]
-        cost = size(sum(plan.uneven[m].bytes for m in row.members))
-        lines.append(f"uneven: {row.path} {first.spec}, {first.smallest:,} to {first.largest:,} elements a rank, costs {cost}")
+    lines += _uneven(plan)
     if not any(note.startswith("not captured") for note in plan.notes):
         lines.append("not captured: none")
     again = plan.gathers_in_backward
@@ -143,9 +142,34 @@ def _replicated(plan: Plan) -> list[str]:
         else:
             groups.setdefault((NOUN[slot.kind], r.reason), []).append(r.bytes)
     lines = [f"{len(n)} {noun}, {size(sum(n))} ({reason})" for (noun, reason), n in groups.items()]
-    for row in fold((r.name, (r.reason, r.where, r.bytes)) for r in values):
-        first = values[row.members[0]]
-        times = f" x {len(row.members)}" if len(row.members) > 1 else ""
-        where = f", {first.where}" if first.where else ""
-        lines.append(f"{row.path}{times}, {size(first.bytes * len(row.members))} ({first.reason}{where})")
+    owners: dict[tuple[str, str], list[Replicated]] = {}
+    for r in values:
+        owners.setdefault((r.name.partition(": ")[0], r.where), []).append(r)
+    listed = list(owners.items())
+    for row in fold(
+        (module, (where, tuple((r.name.partition(": ")[2], r.bytes) for r in rs))) for (module, where), rs in listed
+    ):
+        (_, where), first = listed[row.members[0]]
+        total = sum(r.bytes for m in row.members for r in listed[m][1])
+        ops = ", ".join(dict.fromkeys(r.name.partition(": ")[2] for r in first))
+        lines.append(f"{row.path}: {ops}, {size(total)} ({', '.join(x for x in (first[0].reason, where) if x)})")
     return [f"replicated: {line}" for line in lines] or ["replicated: none"]
+
+
+def _uneven(plan: Plan) -> list[str]:
+    """Uneven splits; optimizer state and gradients that lie like their parameter are counted with it."""
+    first: dict[str, Uneven] = {}
+    cost: dict[str, int] = {}
+    for u in plan.uneven:
+        slot = plan.slots.get(u.name)
+        owner = first.get(slot.of) if slot is not None else None
+        name = owner.name if owner is not None and owner.spec == u.spec else u.name
+        first.setdefault(name, u)
+        cost[name] = cost.get(name, 0) + u.bytes
+    lines = []
+    rows = list(first.values())
+    for row in fold((u.name, (u.spec, cost[u.name])) for u in rows):
+        u = rows[row.members[0]]
+        total = size(cost[u.name] * len(row.members))
+        lines.append(f"uneven: {row.path} {u.spec}, {u.smallest:,} to {u.largest:,} elements a rank, costs {total}")
+    return lines

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from shardc.instructions import Compute, Input, Instruction, Out, Read, Reg
+from shardc.instructions import Collective, Compute, Instruction, Read, Reg
 from shardc.plan.alias import outs, uses
 from shardc.program import Program, SlotKind
 from shardc.spec import ShardSpec
@@ -30,8 +30,8 @@ class Replicated:
 
 
 def find_replicated(program: Program, code: Sequence[Instruction], options: Mapping[str, Any]) -> tuple[Replicated, ...]:
-    """State that `zero` would have split but could not, parameters that it leaves whole, and values that every rank computes
-    although they depend on split data."""
+    """State that `zero` would have split but could not, state that it leaves whole, and values that every rank computes because
+    an activation was gathered."""
     assert program.mesh is not None
     if program.mesh.size == 1:
         return ()
@@ -53,26 +53,37 @@ def find_replicated(program: Program, code: Sequence[Instruction], options: Mapp
 
 
 def _computed(code: Sequence[Instruction], program: Program) -> list[Replicated]:
-    split: set[Reg] = set()  # registers that are split or partial, or depend on one that is
-    spec_of: dict[Reg, Out] = {}
-    out = []
+    """Values that follow from a gathered activation and are not split again: each rank does the same work.
+
+    What follows from a finished reduction (statistics, the loss) is whole by nature and not listed.
+    """
     why = {n.name: info.why for n, info in program.info.items()}
+    kept = {slot.path for slot in program.slots.values() if slot.kind == SlotKind.PARAMETER}
+    state: set[Reg] = set()  # registers that hold state, in any layout
+    again: set[Reg] = set()  # whole values that follow from a gathered activation
+    out = []
     for i in code:
-        made = outs(i)
-        spec_of.update({o.reg: o for o in made})
-        depends = any(r in split for r in uses(i))
-        for o in made:
-            if o.spec is not None and (depends or not o.spec.is_replicated) and not isinstance(i, (Read, Input)):
-                split.add(o.reg)
-            if isinstance(i, Input) and o.spec is not None and not o.spec.is_replicated:
-                split.add(o.reg)
-        if not isinstance(i, Compute) or i.phase == "update" or not depends:
-            continue
-        for o in made:
-            if o.spec is not None and o.dtype is not None and o.spec.is_replicated and _numel(o.spec) > 1:
+        if isinstance(i, Read) and i.slot in kept:
+            state.add(i.out.reg)
+        elif isinstance(i, Collective):
+            if i.src in state:
+                state.add(i.out.reg)
+            elif i.step.kind == "all_gather" and i.phase != "update" or i.src in again:
+                again.add(i.out.reg)
+        elif isinstance(i, Compute) and uses(i):
+            operands = uses(i)
+            if all(r in state for r in operands):
+                state.update(o.reg for o in outs(i))
+            if i.phase == "update" or not any(r in again for r in operands):
+                continue
+            for o in outs(i):
+                if o.spec is None or o.dtype is None or not o.spec.is_replicated or _numel(o.spec) <= 1:
+                    continue
+                again.add(o.reg)
                 name = f"{i.module or i.name}: {i.op.removesuffix('.default')}"
-                reason = why.get(i.name) or "computed by every rank"
-                out.append(Replicated(name, _numel(o.spec) * o.dtype.itemsize, reason, i.line))
+                out.append(
+                    Replicated(name, _numel(o.spec) * o.dtype.itemsize, why.get(i.name) or "its operand is gathered", i.line)
+                )
     return out
 
 
