@@ -281,9 +281,12 @@ def optimizer_text(draw: DrawFn, exact: bool) -> str:
             ("Adagrad", ["", "lr_decay=0.1", "initial_accumulator_value=0.1"]),
         ])
     )  # fmt: skip
-    paths = ["", "foreach=False", "foreach=True"] + (["fused=True"] if name in ("SGD", "Adam", "AdamW", "Adagrad") else [])
+    extra = draw(st.sampled_from(extras))
+    paths = ["", "foreach=False", *(["fused=True"] if name in ("SGD", "Adam", "AdamW", "Adagrad") else [])]
+    if "nesterov" not in extra:  # whose foreach path adds the momentum to .grad itself, which no other path does
+        paths.append("foreach=True")
     params = draw(st.sampled_from(["model.parameters()", "groups(model)"]))
-    given = ["lr=0.05" if name == "SGD" else "lr=0.01", draw(st.sampled_from(extras)), draw(st.sampled_from(paths))]
+    given = ["lr=0.05" if name == "SGD" else "lr=0.01", extra, draw(st.sampled_from(paths))]
     return f"torch.optim.{name}({params}, {', '.join(g for g in given if g)})"
 
 
