@@ -164,10 +164,10 @@ class ProcessGroupCommunicator:
 
     def _finish(self, device: torch.device) -> None:
         """Wait for the device; a peer that fails meanwhile would leave its collectives hanging."""
-        done = torch.cuda.Event()
+        done = torch.cuda.Event()  # type: ignore[no-untyped-call]
         done.record(torch.cuda.current_stream(device))
         checked = time.monotonic()
-        while not done.query():
+        while not done.query():  # type: ignore[no-untyped-call]
             time.sleep(0.0002)
             if time.monotonic() - checked > POLL.total_seconds():
                 self._refuse("", "waiting for the device")
