@@ -10,7 +10,7 @@ import torch
 
 from shardc.errors import RuleError
 from shardc.program import Types
-from shardc.rules import create, index, losses, matmul, nn, optim, pointwise, reduce, views
+from shardc.rules import attention, create, index, linalg, losses, matmul, nn, optim, pointwise, reduce, views, windows
 from shardc.rules.call import Builder, Call, Draft, overload, sets
 from shardc.rules.rule import KINDS, DimFactors, Rule, parse_factors
 
@@ -22,6 +22,9 @@ TABLES: dict[str, Mapping[str, Builder]] = {
     "index": index.TABLE,
     "create": create.TABLE,
     "nn": nn.TABLE,
+    "attention": attention.TABLE,
+    "windows": windows.TABLE,
+    "linalg": linalg.TABLE,
     "losses": losses.TABLE,
     "optim": optim.TABLE,
 }

@@ -142,6 +142,10 @@ def written() -> Iterator[Sample]:
     yield call(aten.view_as_real.default, torch.complex(ints(4, 3), ints(4, 3, hi=9)))
     yield call(aten.view_as_complex.default, ints(4, 3, 2))
     yield call(aten.diagonal.default, ints(4, 3, 5), 0, 0, 2)
+    yield call(aten.diagonal_backward.default, ints(3, 4), [4, 3, 5], 0, 0, 2)
+    yield call(aten.diag_embed.default, ints(4, 3), 1)
+    yield call(aten.unsafe_split.Tensor, ints(4, 12), 4, 1)
+    yield call(aten.unsafe_split_with_sizes.default, ints(4, 12), [4, 8], 1)
     yield call(aten._conj.default, torch.complex(ints(4, 3), ints(4, 3, hi=9)))
     # reductions
     for name in ("sum.dim_IntList", "amax.default", "amin.default", "mean.dim", "any.dims", "all.dims"):
@@ -205,6 +209,8 @@ def written() -> Iterator[Sample]:
     yield call(aten.scatter.value, x, 1, at, 0)
     yield call(aten.scatter.value, x, 1, at, 3)
     yield call(aten.scatter_add.default, x, 1, index(4, 2, 5, below=3), ints(4, 2, 5, hi=9))
+    yield call(aten.scatter_reduce.two, x, 1, at, ints(4, 2, 5, hi=9), "amax")
+    yield call(aten.index_reduce.default, x, 1, index(2, below=3), ints(4, 2, 5), "amin")
     yield call(aten.index_select.default, x, 1, index(2, below=3))
     yield call(aten.index_add.default, x, 1, index(2, below=3), ints(4, 2, 5))
     yield call(aten.index_copy.default, x, 1, torch.tensor([2, 0]), ints(4, 2, 5))
@@ -265,6 +271,11 @@ def networks() -> Iterator[Sample]:
     yield call(aten._softmax_backward_data.default, x, y, 1, torch.float64)
     yield call(aten._log_softmax_backward_data.default, x, y.log(), 1, torch.float64)
     yield call(aten.glu.default, ints(4, 6), 1)
+    yield call(aten.glu_backward.default, ints(4, 3), ints(4, 6), 1)
+    for k, norms in ((0, ints(4, 1, 1, lo=1)), (2, ints(1, 1, 5, lo=1))):
+        yield call(aten._weight_norm_interface.default, x, norms, k)
+        saved = aten._weight_norm_interface.default(x, norms, k)[1]
+        yield call(aten._weight_norm_interface_backward.default, ints(4, 3, 5, hi=9), x, norms, saved, k)
     for shape, w, b in (([5], ints(5), ints(5, hi=9)), ([3, 5], ints(3, 5), None), ([5], None, None)):
         out = aten.native_layer_norm.default(x, shape, w, b, 1e-5)
         yield call(aten.native_layer_norm.default, x, shape, w, b, 1e-5)
@@ -324,10 +335,35 @@ def networks() -> Iterator[Sample]:
     yield call(aten.upsample_bilinear2d_backward.default, ints(4, 3, 8, 9), [8, 9], [4, 3, 6, 7], False)
     yield call(aten.reflection_pad2d.default, image, [1, 2, 0, 1])
     yield call(aten.replication_pad2d.default, image, [1, 2, 0, 1])
+    yield from sliding(image)
     yield call(aten._fft_r2c.default, x, [1], 0, True)
     yield call(aten._fft_c2c.default, torch.complex(x, x), [1], 0, True)
     yield call(aten._fft_c2r.default, torch.complex(x, x), [1], 0, 4)
     yield call(aten._cdist_forward.default, ints(2, 4, 5), ints(2, 3, 5), 2.0, None)
+    yield call(aten._cdist_backward.default, ints(4, 3, lo=1), ints(4, 5), ints(3, 5, hi=9), 2.0, ints(4, 3, lo=1))
+    yield call(aten._trilinear.default, ints(4, 3), ints(6, 3, 5), ints(4, 5), [1, 3], [0], [1, 2], [2, 3])
+    yield call(aten.linalg_cross.default, ints(4, 3), ints(4, 3, hi=9))
+    square = torch.eye(3, dtype=torch.float64) * 4 + ints(3, 3) / 8
+    yield call(aten._linalg_solve_ex.default, square, ints(3, 2))
+    yield call(aten._linalg_det.default, square)
+    yield call(aten._linalg_slogdet.default, square)
+    yield call(aten.linalg_lu_factor_ex.default, square)
+    yield call(aten.linalg_solve_triangular.default, square.triu(), ints(3, 2), upper=True)
+    bag = (index(6, below=7), torch.tensor([0, 2, 5]))
+    out = aten._embedding_bag.default(ints(7, 5), *bag, False, 1)
+    yield call(aten._embedding_bag.default, ints(7, 5), *bag, False, 1)
+    yield call(aten._embedding_bag_dense_backward.default, ints(3, 5), bag[0], *out[1:], 7, False, 1, None)
+    yield call(aten.embedding_renorm.default, ints(7, 5), index(3, below=7), 1.0, 2.0)
+    margin = aten.multilabel_margin_loss_forward.default(ints(4, 3), index(4, 3, below=3), 1)
+    yield call(aten.multi_margin_loss.default, ints(4, 3), index(4, below=3))
+    yield call(aten.multi_margin_loss_backward.default, ints(lo=1), ints(4, 3), index(4, below=3), 1, 1)
+    yield call(aten.multilabel_margin_loss_forward.default, ints(4, 3), index(4, 3, below=3), 1)
+    yield call(aten.multilabel_margin_loss_backward.default, ints(lo=1), ints(4, 3), index(4, 3, below=3), 1, margin[1])
+    yield call(aten.bincount.default, index(6, below=4), None, 5)
+    yield call(aten.histc.default, ints(6), 4, -5, 5)
+    yield call(aten.renorm.default, x, 2, 0, 3)
+    one = torch.tensor(1.0)
+    yield call(aten._amp_update_scale.default, one * 4, torch.tensor(1, dtype=torch.int32), one, 2.0, 0.5, 3)
     yield call(aten.linalg_inv_ex.default, torch.eye(3, dtype=torch.float64).expand(4, 3, 3) * 4)
     yield call(aten.linalg_cholesky_ex.default, torch.eye(3, dtype=torch.float64).expand(4, 3, 3) * 4)
     # losses
@@ -358,6 +394,42 @@ def networks() -> Iterator[Sample]:
         yield call(aten.nll_loss2d_backward.default, torch.ones_like(out[0]), cube, plane, weight, reduction, 1, out[1])
     yield from attentions()
     yield from updates()
+
+
+def sliding(image: Tensor) -> Iterator[Sample]:
+    """Resizing, padding, windows as dims."""
+    line, plane, volume = ints(4, 3, 5), image, ints(2, 3, 4, 6, 8)
+
+    def call(op: Op, *args: Any, **kwargs: Any) -> Sample:
+        return Sample(op, args, kwargs)
+
+    for kind in ("reflection", "replication"):
+        for n, whole, pad in ((1, line, [1, 2]), (2, plane, [1, 2, 0, 1]), (3, volume, [1, 2, 0, 1, 1, 1])):
+            op, back = (getattr(aten, f"{kind}_pad{n}d{tail}").default for tail in ("", "_backward"))
+            yield call(op, whole, pad)
+            yield call(back, ints(*op(whole, pad).shape), whole, pad)
+    yield call(aten._adaptive_avg_pool3d.default, volume, [2, 3, 4])
+    yield call(aten._adaptive_avg_pool3d_backward.default, ints(2, 3, 2, 3, 4), volume)
+    yield call(aten.upsample_linear1d.default, line, [8], False)
+    yield call(aten.upsample_linear1d_backward.default, ints(4, 3, 8), [8], [4, 3, 5], False)
+    yield call(aten.upsample_nearest3d.default, volume, [5, 7, 9])
+    yield call(aten.upsample_nearest3d_backward.default, ints(2, 3, 5, 7, 9), [5, 7, 9], [2, 3, 4, 6, 8])
+    yield call(aten.upsample_trilinear3d.default, volume, [5, 7, 9], False)
+    yield call(aten.upsample_trilinear3d_backward.default, ints(2, 3, 5, 7, 9), [5, 7, 9], [2, 3, 4, 6, 8], False)
+    yield call(aten._upsample_bicubic2d_aa_backward.default, ints(4, 3, 8, 9), [8, 9], [4, 3, 6, 7], False)
+    yield call(aten._upsample_bilinear2d_aa_backward.default, ints(4, 3, 8, 9), [8, 9], [4, 3, 6, 7], False)
+    yield call(aten.pixel_shuffle.default, ints(3, 20, 4, 6), 2)
+    yield call(aten.pixel_unshuffle.default, ints(3, 5, 8, 6), 2)
+    yield call(aten.im2col.default, plane, [2, 3], [1, 1], [0, 1], [2, 1])
+    yield call(aten.col2im.default, ints(4, 18, 21), [6, 7], [2, 3], [1, 1], [0, 1], [2, 1])
+    yield call(aten.unfold.default, line, 2, 2, 2)
+    yield call(aten.unfold_backward.default, ints(4, 3, 2, 2), [4, 3, 5], 2, 2, 2)
+    grid = ints(4, 5, 2, 2) / 6
+    yield call(aten.grid_sampler_2d.default, plane, grid, 0, 0, False)
+    yield call(aten.grid_sampler_2d_backward.default, ints(4, 3, 5, 2), plane, grid, 0, 0, False, [True, True])
+    grid = ints(2, 5, 2, 7, 3) / 6
+    yield call(aten.grid_sampler_3d.default, volume, grid, 0, 0, False)
+    yield call(aten.grid_sampler_3d_backward.default, ints(2, 3, 5, 2, 7), volume, grid, 0, 0, False, [True, True])
 
 
 def attentions() -> Iterator[Sample]:

@@ -321,6 +321,29 @@ def diagonal(call: Call) -> Rule:
     return draft.rule([dims], [[*rest, draft.new(result.shape[-1], WHOLE)]], any_partial=True)
 
 
+def diag_embed(call: Call) -> Rule:
+    draft = Draft(call)
+    result = call.results[0]
+    assert result is not None
+    rank = len(result.shape)
+    a, b = call.dim("dim1", rank), call.dim("dim2", rank)
+    right = [draft.new(n, WHOLE if k in (a, b) else "pass") for k, n in enumerate(result.shape)]
+    rest = [d for k, d in enumerate(right) if k not in (a, b)]
+    return draft.rule([[*rest, draft.new(call.operands[0].shape[-1], WHOLE)]], [right], sets("0"))
+
+
+def diagonal_backward(call: Call) -> Rule:
+    draft = Draft(call)
+    result = call.results[0]
+    assert result is not None
+    rank = len(result.shape)
+    taken = (call.dim("dim1", rank), call.dim("dim2", rank))
+    right = [draft.new(n, WHOLE if k in taken else "pass") for k, n in enumerate(result.shape)]
+    rest = [d for k, d in enumerate(right) if k not in taken]
+    left = [*rest, draft.new(call.operands[0].shape[-1], WHOLE)]
+    return draft.rule([left], [right], sets("0"), sized=call.sized("input_sizes", Shape()))
+
+
 def strided(call: Call) -> Rule:
     raise call.refuse(
         "addresses the storage of its operand, which a part does not have",
@@ -357,6 +380,8 @@ TABLE: dict[str, Builder] = {
     "aten.slice.Tensor": slice_,
     "aten.split.Tensor": split,
     "aten.split_with_sizes.default": split,
+    "aten.unsafe_split.Tensor": split,
+    "aten.unsafe_split_with_sizes.default": split,
     "aten.cat.default": cat,
     "aten.stack.default": stack,
     "aten.repeat.default": repeat,
@@ -370,6 +395,8 @@ TABLE: dict[str, Builder] = {
     "aten.view_as_real.default": real_view,
     "aten.view_as_complex.default": complex_view,
     "aten.diagonal.default": diagonal,
+    "aten.diagonal_backward.default": diagonal_backward,
+    "aten.diag_embed.default": diag_embed,
     "aten.as_strided.default": strided,
     "aten.as_strided_scatter.default": strided,
 }

@@ -1,0 +1,208 @@
+"""Operators that slide a window: positions are whole, batch and channels pass."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from shardc.rules.call import Builder, Call, Draft, sets
+from shardc.rules.rule import SUM, WHOLE, DimFactors, Rule, Shape
+
+
+def convolution(call: Call) -> Rule:
+    """Input channels are summed where there is no bias; windows are whole, and so are channels in groups."""
+    draft = Draft(call)
+    x, weight = call.operands[:2]
+    result = call.results[0]
+    assert result is not None
+    biased = len(call.operands) > 2
+    grouped = call["groups"] != 1
+    n = draft.new(x.shape[0])
+    ci = draft.new(x.shape[1], WHOLE if grouped or biased else SUM)
+    co = draft.new(result.shape[1], WHOLE if grouped else "pass")
+    channels = _weight_channels(draft, call, weight.shape, ci, co)
+    kernel = draft.fresh(weight.shape[2:], WHOLE)
+    operands = [[n, ci, *draft.fresh(x.shape[2:], WHOLE)], [*channels, *kernel], *([[co]] if biased else [])]
+    linear = "0&2 | 1&2" if biased else "0 | 1"
+    return draft.rule(operands, [[n, co, *draft.fresh(result.shape[2:], WHOLE)]], sets(linear))
+
+
+def _weight_channels(
+    draft: Draft, call: Call, weight: Sequence[int], ci: DimFactors, co: DimFactors
+) -> tuple[DimFactors, DimFactors]:
+    first, second = (ci, co) if call["transposed"] else (co, ci)
+    if call["groups"] != 1:
+        return first, draft.new(weight[1], WHOLE)
+    return first, second
+
+
+def convolution_backward(call: Call) -> Rule:
+    """dx sums over output channels, dw and db over the batch."""
+    draft = Draft(call)
+    grad, x, weight = call.operands[:3]
+    grouped = call["groups"] != 1
+    dx, dw, db = call["output_mask"]
+    n = draft.new(x.shape[0], SUM)
+    ci = draft.new(x.shape[1], WHOLE if grouped or db else "pass")  # db is the same on all parts of ci, an empty one lacks it
+    co = draft.new(grad.shape[1], WHOLE if grouped else SUM)
+    channels = _weight_channels(draft, call, weight.shape, ci, co)
+    space, kernel = draft.fresh(x.shape[2:], WHOLE), draft.fresh(weight.shape[2:], WHOLE)
+    left, w = [n, ci, *space], [*channels, *kernel]
+    sized = call.sized("bias_sizes", Shape(2)) if db else {}
+    return draft.rule(
+        [[n, co, *draft.fresh(grad.shape[2:], WHOLE)], left, w],
+        [left if dx else None, w if dw else None, [co] if db else None],
+        sets("0"),
+        sized=sized,
+    )
+
+
+def windows(spatial: int, linear: str = "") -> Builder:
+    """Pooling and resizing: the last dims are whole, and each tensor has its own; batch and channels pass."""
+    positions = sets(linear)
+
+    def build(call: Call) -> Rule:
+        draft = Draft(call)
+        lead = draft.fresh(call.operands[0].shape[:-spatial])
+        sizes: dict[tuple[int, ...], list[DimFactors]] = {}
+
+        def dims(shape: tuple[int, ...]) -> list[DimFactors]:
+            if shape not in sizes:
+                sizes[shape] = draft.fresh(shape[-spatial:], WHOLE)
+            return [*lead, *sizes[shape]]
+
+        return draft.rule([dims(t.shape) for t in call.operands], [dims(r.shape) for r in call.results if r], positions)
+
+    return build
+
+
+def resize_backward(spatial: int) -> Builder:
+    """The result's size is an argument."""
+    plain = windows(spatial, "0")
+
+    def build(call: Call) -> Rule:
+        rule = plain(call)
+        return Rule(rule.operands, rule.results, rule.sizes, rule.kinds, rule.linear, False, call.sized("input_size", Shape()))
+
+    return build
+
+
+def pixel_shuffle(call: Call) -> Rule:
+    """``[(c p q), h, w] -> [c, (h p), (w q)]``: what moves between channels and positions is whole."""
+    draft = Draft(call)
+    fine = "upscale_factor" in call
+    r = int(call["upscale_factor" if fine else "downscale_factor"])
+    many, result = call.operands[0].shape, call.results[0]
+    assert result is not None
+    shape = many if fine else result.shape  # the side with more channels
+    lead = draft.fresh(shape[:-3])
+    c, h, w = draft.new(shape[-3] // (r * r)), draft.new(shape[-2]), draft.new(shape[-1])
+    p, q = draft.new(r, WHOLE), draft.new(r, WHOLE)
+    deep, flat = [*lead, (*c, *p, *q), h, w], [*lead, c, (*h, *p), (*w, *q)]
+    return draft.rule([deep if fine else flat], [flat if fine else deep], any_partial=True)
+
+
+def columns(call: Call) -> Rule:
+    """im2col and col2im: ``[n, c, h, w]`` and ``[n, (c window), places]``."""
+    draft = Draft(call)
+    unfolding = "output_size" not in call
+    x, result = call.operands[0], call.results[0]
+    assert result is not None
+    image, cols = (x.shape, result.shape) if unfolding else (result.shape, x.shape)
+    lead = draft.fresh(image[:-3])
+    c = draft.new(image[-3])
+    window = draft.new(cols[-2] // image[-3], WHOLE) if image[-3] else ()
+    left = [*lead, c, *draft.fresh(image[-2:], WHOLE)]
+    right = [*lead, (*c, *window), draft.new(cols[-1], WHOLE)]
+    return draft.rule([left if unfolding else right], [right if unfolding else left], sets("0"))
+
+
+def unfold(call: Call) -> Rule:
+    """Windows along one dim, which is whole, as a new last dim."""
+    draft = Draft(call)
+    backward = "input_sizes" in call
+    x, result = call.operands[0], call.results[0]
+    assert result is not None
+    plain, cut = (result.shape, x.shape) if backward else (x.shape, result.shape)
+    k = call.dim("dim" if backward else "dimension", len(plain))
+    dims = [draft.new(n, WHOLE if i == k else "pass") for i, n in enumerate(plain)]
+    parts = [*dims[:k], draft.new(cut[k], WHOLE), *dims[k + 1 :], draft.new(cut[-1], WHOLE)]
+    if backward:
+        return draft.rule([parts], [dims], sets("0"), sized=call.sized("input_sizes", Shape()))
+    return draft.rule([dims], [parts], any_partial=True)
+
+
+def grid_sample(call: Call) -> Rule:
+    """``[n, c, h, w]`` read at ``[n, p, q, 2]``."""
+    draft = Draft(call)
+    x, grid = call.operands
+    n, c = draft.new(x.shape[0]), draft.new(x.shape[1])
+    places = draft.fresh(grid.shape[1:-1])
+    left, at = [n, c, *draft.fresh(x.shape[2:], WHOLE)], [n, *places, draft.new(grid.shape[-1], WHOLE)]
+    return draft.rule([left, at], [[n, c, *places]], sets("0"))
+
+
+def grid_sample_backward(call: Call) -> Rule:
+    """The gradient of the image sums over the places that are read, that of the grid over the channels."""
+    draft = Draft(call)
+    _, x, grid = call.operands
+    both = all(call["output_mask"])  # a gradient that is not asked for may come as anything
+    n, c = draft.new(x.shape[0]), draft.new(x.shape[1], SUM if both else WHOLE)
+    places = draft.fresh(grid.shape[1:-1], SUM if both else WHOLE)
+    left, at = [n, c, *draft.fresh(x.shape[2:], WHOLE)], [n, *places, draft.new(grid.shape[-1], WHOLE)]
+    results = [None if r is None else side for r, side in zip(call.results, (left, at), strict=True)]
+    return draft.rule([[n, c, *places], left, at], results, sets("0"))
+
+
+TABLE: dict[str, Builder] = {
+    "aten.convolution.default": convolution,
+    "aten.convolution_backward.default": convolution_backward,
+    "aten.max_pool2d_with_indices.default": windows(2),
+    "aten.max_pool2d_with_indices_backward.default": windows(2, "0"),
+    "aten.max_pool3d_with_indices.default": windows(3),
+    "aten.max_pool3d_with_indices_backward.default": windows(3, "0"),
+    "aten.avg_pool2d.default": windows(2, "0"),
+    "aten.avg_pool2d_backward.default": windows(2, "0"),
+    "aten.avg_pool3d.default": windows(3, "0"),
+    "aten.avg_pool3d_backward.default": windows(3, "0"),
+    "aten._adaptive_avg_pool2d.default": windows(2, "0"),
+    "aten._adaptive_avg_pool2d_backward.default": windows(2, "0"),
+    "aten.adaptive_max_pool2d.default": windows(2),
+    "aten.adaptive_max_pool2d_backward.default": windows(2, "0"),
+    "aten.upsample_nearest1d.default": windows(1, "0"),
+    "aten.upsample_nearest2d.default": windows(2, "0"),
+    "aten.upsample_bilinear2d.default": windows(2, "0"),
+    "aten.upsample_bicubic2d.default": windows(2, "0"),
+    "aten._upsample_bicubic2d_aa.default": windows(2, "0"),
+    "aten._upsample_bilinear2d_aa.default": windows(2, "0"),
+    "aten.upsample_nearest1d_backward.default": resize_backward(1),
+    "aten.upsample_nearest2d_backward.default": resize_backward(2),
+    "aten.upsample_bilinear2d_backward.default": resize_backward(2),
+    "aten.upsample_bicubic2d_backward.default": resize_backward(2),
+    "aten.reflection_pad1d.default": windows(1, "0"),
+    "aten.reflection_pad2d.default": windows(2, "0"),
+    "aten.replication_pad2d.default": windows(2, "0"),
+    "aten._adaptive_avg_pool3d.default": windows(3, "0"),
+    "aten._adaptive_avg_pool3d_backward.default": windows(3, "0"),
+    "aten.upsample_linear1d.default": windows(1, "0"),
+    "aten.upsample_linear1d_backward.default": resize_backward(1),
+    "aten.upsample_nearest3d.default": windows(3, "0"),
+    "aten.upsample_nearest3d_backward.default": resize_backward(3),
+    "aten.upsample_trilinear3d.default": windows(3, "0"),
+    "aten.upsample_trilinear3d_backward.default": resize_backward(3),
+    "aten._upsample_bicubic2d_aa_backward.default": resize_backward(2),
+    "aten._upsample_bilinear2d_aa_backward.default": resize_backward(2),
+    "aten.reflection_pad3d.default": windows(3, "0"),
+    "aten.replication_pad1d.default": windows(1, "0"),
+    "aten.replication_pad3d.default": windows(3, "0"),
+    **{f"aten.{kind}_pad{n}d_backward.default": windows(n, "0") for kind in ("reflection", "replication") for n in (1, 2, 3)},
+    "aten.pixel_shuffle.default": pixel_shuffle,
+    "aten.pixel_unshuffle.default": pixel_shuffle,
+    "aten.im2col.default": columns,
+    "aten.col2im.default": columns,
+    "aten.unfold.default": unfold,
+    "aten.unfold_backward.default": unfold,
+    "aten.grid_sampler_2d.default": grid_sample,
+    "aten.grid_sampler_3d.default": grid_sample,
+    "aten.grid_sampler_2d_backward.default": grid_sample_backward,
+    "aten.grid_sampler_3d_backward.default": grid_sample_backward,
+}
