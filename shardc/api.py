@@ -159,7 +159,8 @@ class CompiledStep:
         world = observe(self.fn, args, kwargs)
         host = self._settled(world)
         self._watch.check(world.slots.values())
-        call = host.meet(world, self.options, self._signature(world))
+        static = [f"{p}: {v}" for p, v in world.signature.items() if p not in world.inputs]
+        call = host.meet(world, self.options, self._signature(world), lambda: "\n".join(static))
         variant = self._find(world, call)
         new = variant is None
         if variant is None:
@@ -206,11 +207,13 @@ class CompiledStep:
         return self._host
 
     def _signature(self, world: World) -> str:
-        """What must be equal on all ranks of a call: everything but the rows of the inputs."""
-        lines = [self.__name__]
-        for path, value in world.signature.items():
-            t = world.inputs.get(path)
-            lines.append(f"{path}: {value}" if t is None else f"{path}: {t.dtype} [*, {', '.join(map(str, t.shape[1:]))}] dims {t.dim()}")
+        """What must be equal on all ranks of a call. Static values count through the variant that they select: what a program
+        does not depend on (a hash that a library keeps in a config, say) may differ."""
+        lines = [f"step: {self.__name__}"]
+        for path, t in world.inputs.items():
+            lines.append(f"{path}: {t.dtype} [*, {', '.join(map(str, t.shape[1:]))}]" if t.dim() else f"{path}: {t.dtype} []")
+        known = (k for k, v in enumerate(self.variants) if _same_key(v.world, world) and v.captured.admits(world.numbers))
+        lines.append(f"variant by static values: {next(known, 'a new one')}")
         if self.options.rng == "torch":
             lines.append(f"random generator: {zlib.crc32(bytes(torch.default_generator.get_state().tolist()))}")
         return "\n".join(lines)

@@ -4,7 +4,7 @@ the user gets."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, Protocol
@@ -58,7 +58,7 @@ class Finished:
 class Host(Protocol):
     ranks: Ranks
 
-    def meet(self, world: World, options: Options, signature: str) -> Call: ...
+    def meet(self, world: World, options: Options, signature: str, static: Callable[[], str]) -> Call: ...
 
     def agree(self, what: Mapping[str, str]) -> None: ...
 
@@ -120,7 +120,7 @@ class LocalHost:
     def __init__(self, ranks: Ranks) -> None:
         self.ranks, self.mesh = ranks, ranks.mesh
 
-    def meet(self, world: World, options: Options, signature: str) -> Call:
+    def meet(self, world: World, options: Options, signature: str, static: Callable[[], str]) -> Call:
         if options.inputs_are == "local" and self.mesh.size > 1:
             raise InputError("inputs_are='local' on a simulated mesh: there is one caller", hint="pass the global batch")
         types = {path: TensorType.of(t) for path, t in world.inputs.items()}
@@ -174,9 +174,9 @@ class ProcessHost:
         self.local = options.inputs_are != "global"
         self.communicator = ProcessGroupCommunicator(self.mesh, ranks.coord, ranks.group)
 
-    def meet(self, world: World, options: Options, signature: str) -> Call:
+    def meet(self, world: World, options: Options, signature: str, static: Callable[[], str]) -> Call:
         first = {path: t.shape[0] if t.dim() else -1 for path, t in world.inputs.items()}
-        rows = exchange(self.ranks, digest(signature), list(first.values()), lambda: {"call": signature})
+        rows = exchange(self.ranks, digest(signature), list(first.values()), lambda: {"call": signature, "static values": static()})
         table = {path: [row[k] for row in rows] for k, path in enumerate(first)}
         types, split_by_rows = {}, {}
         for path, t in world.inputs.items():
