@@ -28,7 +28,8 @@ from shardc.rules.call import overload
 from shardc.rules.proof import Violation, differs, missing, prove, rule_of
 from shardc.rules.registry import BUILT_IN, TABLES, parse_rule
 from shardc.rules.rule import WHOLE
-from shardc.rules.samples import Sample, index, ints, is_random, samples
+from shardc.rules.sample import Sample, index, ints
+from shardc.rules.samples import is_random, samples
 from shardc.spec import ShardSpec
 
 aten: Any = torch.ops.aten

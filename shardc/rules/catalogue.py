@@ -7,7 +7,8 @@ from collections.abc import Iterator
 
 from shardc.rules import proof
 from shardc.rules.registry import BUILT_IN
-from shardc.rules.samples import Sample, samples
+from shardc.rules.sample import Sample
+from shardc.rules.samples import samples
 
 
 def by_name() -> dict[str, list[Sample]]:
