@@ -1,8 +1,10 @@
 """From a train step to a functional program: one trace over a fake twin of everything the step can reach."""
 
+from shardc.capture.captured import Captured
 from shardc.capture.effects import Created, Effects
 from shardc.capture.results import Tree, rebuild
-from shardc.capture.trace import Captured, capture
-from shardc.capture.world import SlotRef, World, observe, why
+from shardc.capture.trace import capture
+from shardc.capture.walk import observe
+from shardc.capture.world import SlotRef, World, why
 
 __all__ = ["Captured", "Created", "Effects", "SlotRef", "Tree", "World", "capture", "observe", "rebuild", "why"]

@@ -35,7 +35,9 @@ def check_storages_and_devices(world: World) -> None:
             first.setdefault(str(t.device), path)
         if len(first) > 1:
             (d0, p0), (d1, p1) = list(first.items())[:2]
-            raise CaptureError(f"the {what} lie on several devices: {p0} on {d0}, {p1} on {d1}", where=p1, hint="move all to one")
+            raise CaptureError(
+                f"the {what} lie on several devices: {p0} on {d0}, {p1} on {d1}", where=p1, hint="move all to one"
+            )
     of: dict[str, str] = {}
     for name, optimizer in world.optimizers.items():
         for path in (world.tensors[id(p)] for group in optimizer.param_groups for p in group["params"]):
@@ -54,8 +56,8 @@ def check_storages_and_devices(world: World) -> None:
 
 
 def _extent(t: Tensor) -> tuple[int, int]:
-    start = t.storage_offset() * t.element_size()
-    last = sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))
+    start = int(t.storage_offset()) * t.element_size()
+    last = sum(int(n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))
     return start, start + (last + 1) * t.element_size()
 
 
@@ -82,8 +84,12 @@ def refusals(module_names: dict[int, str]) -> Iterator[None]:
         raise
     except (RuntimeError, NotImplementedError, AssertionError, AttributeError) as error:
         text = str(error)
-        if any(w in text for w in ("FunctionalTensor", "FakeTensor", "fake tensor", "data pointer", "Functionalize", "numpy()")):
-            raise CaptureError(f"the step does something that cannot be traced: {text.splitlines()[0]}", where=user_line(error)) from error
+        if any(
+            w in text for w in ("FunctionalTensor", "FakeTensor", "fake tensor", "data pointer", "Functionalize", "numpy()")
+        ):
+            raise CaptureError(
+                f"the step does something that cannot be traced: {text.splitlines()[0]}", where=user_line(error)
+            ) from error
         raise
 
 

@@ -41,6 +41,6 @@ def constant_value(node: fx.Node, info: Mapping[fx.Node, Info], constants: Mappi
                 env[n] = constants[info[n].module]
                 continue
             args, kwargs = fx.node.map_arg((n.args, dict(n.kwargs)), lambda a: env[a])
-            env[n] = n.target(*args, **kwargs)  # type: ignore[operator]
+            env[n] = n.target(*args, **kwargs)
     value = env[node]
     return value if isinstance(value, Tensor) else None

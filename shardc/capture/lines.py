@@ -42,7 +42,9 @@ def is_user_code(code: CodeType) -> bool:
 
 @cache
 def _is_optimizer_code(code: CodeType) -> bool:
-    return code.co_name == "step" and code.co_filename.startswith(os.path.dirname(sys.modules[Optimizer.__module__].__file__ or ""))
+    return code.co_name == "step" and code.co_filename.startswith(
+        os.path.dirname(sys.modules[Optimizer.__module__].__file__ or "")
+    )
 
 
 @cache
@@ -76,7 +78,7 @@ def isinstance_step(frame: object) -> bool:
 
 def _profile_code() -> CodeType:
     inner = Optimizer.profile_hook_step(lambda self: None)
-    return inner.__code__  # type: ignore[no-any-return, attr-defined]
+    return inner.__code__
 
 
 _PROFILE = _profile_code()

@@ -39,7 +39,7 @@ def underlying(fn: Callable[..., Any]) -> types.FunctionType | None:
         fn = fn.__func__
     if isinstance(fn, types.FunctionType):
         return fn
-    call = getattr(type(fn), "__call__", None)
+    call = type(fn).__call__
     return call if isinstance(call, types.FunctionType) else None
 
 
@@ -52,7 +52,7 @@ def code_names(code: types.CodeType) -> Iterator[str]:
 
 
 def named_values(fn: Callable[..., Any]) -> list[Resolved]:
-    """What `fn`, and the user's functions that it names, reach through closures and globals, and that holds or may hold state."""
+    """What `fn`, and the user's functions that it names, reach through closures and globals and that may hold state."""
     out: list[Resolved] = []
     seen: set[int] = set()
     start = underlying(fn)
@@ -86,7 +86,9 @@ def _take(found: Resolved, out: list[Resolved], queue: list[types.FunctionType])
         out.append(found)
     elif isinstance(value, (types.ModuleType, type, types.BuiltinFunctionType)):
         return
-    elif isinstance(value, (Tensor, nn.Module, Optimizer, list, dict, set, tuple)) or _plain(value) or hasattr(value, "__dict__"):
+    elif (
+        isinstance(value, (Tensor, nn.Module, Optimizer, list, dict, set, tuple)) or _plain(value) or hasattr(value, "__dict__")
+    ):
         out.append(found)
 
 

@@ -42,7 +42,8 @@ class Number(SymNode):
     """
 
     def __init__(self, tape: NumberTape, node: fx.Node | None, pytype: type, hint: Hint, constant: Hint = None) -> None:
-        self.tape, self.fx_node, self.pytype, self._hint, self.constant = tape, node, pytype, hint, constant
+        self.tape, self.fx_node, self.pytype, self.constant = tape, node, pytype, constant
+        self._hint: Any = hint
         self._expr, self.shape_env = None, None
         self.later = False
 
@@ -53,7 +54,7 @@ class Number(SymNode):
         out.later = True
         return out
 
-    def recorded(self) -> fx.Node | Hint:
+    def recorded(self) -> Any:
         """Its node, or its value if it is a literal.
 
         Raises:

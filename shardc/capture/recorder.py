@@ -28,7 +28,7 @@ _FIRST_SEED = 0x5EED_0000_0000
 _LIFTS = (aten.lift_fresh_copy.default, aten.lift_fresh.default)
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """See the module docstring. One recorder serves one trace.
 
     Args:
@@ -37,7 +37,7 @@ class Recorder(TorchDispatchMode):
     """
 
     def __init__(self, fake_mode: FakeTensorMode, module_names: dict[int, str]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.fake_mode, self.module_names = fake_mode, module_names
         self.graph = fx.Graph()
         self.info: dict[fx.Node, Info] = {}
@@ -109,7 +109,9 @@ class Recorder(TorchDispatchMode):
         if func is aten._local_scalar_dense.default:
             return self._item(args[0])
         if func._schema.is_mutable:
-            raise CaptureError(f"{op_name(func)} changes a tensor in place and torch has no functional form of it", where=self.line())
+            raise CaptureError(
+                f"{op_name(func)} changes a tensor in place and torch has no functional form of it", where=self.line()
+            )
         device = kwargs.get("device")
         if device is not None and torch.device(device).type not in ("cpu", "meta"):
             kwargs = {**kwargs, "device": torch.device("cpu")}
@@ -164,7 +166,9 @@ class Recorder(TorchDispatchMode):
         """What this draw gave when the generator was in its present state before; None for a new draw."""
         at = torch.default_generator.initial_seed() - _FIRST_SEED
         if not 0 <= at <= len(self._drawn):
-            raise CaptureError("the step sets the seed of torch's generator", where=self.line(), hint="seed outside of the step")
+            raise CaptureError(
+                "the step sets the seed of torch's generator", where=self.line(), hint="seed outside of the step"
+            )
         if at == len(self._drawn):
             return None
         before, out = self._drawn[at]
@@ -203,7 +207,9 @@ class Recorder(TorchDispatchMode):
         if real.numel() == 0 or bool((flat == flat[0]).all()):
             value = flat[0].item() if real.numel() else 0
             node = self.graph.call_function(
-                aten.full.default, (list(real.shape), value), {"dtype": real.dtype, "device": torch.device("cpu"), "pin_memory": False}
+                aten.full.default,
+                (list(real.shape), value),
+                {"dtype": real.dtype, "device": torch.device("cpu"), "pin_memory": False},
             )
             self.info[node] = Info(TensorType.of(fake), phase, where.module, where.line)
         else:
@@ -232,8 +238,8 @@ class Recorder(TorchDispatchMode):
     def _stranger(self, x: Tensor, func: Any) -> CaptureError:
         what = "parameter" if isinstance(x, torch.nn.Parameter) else "tensor"
         return CaptureError(
-            f"{op_name(func)} reads a {what} of shape {tuple(x.shape)} that is neither reached from the arguments nor named in the "
-            "step's code, so it cannot be state of the program",
+            f"{op_name(func)} reads a {what} of shape {tuple(x.shape)} that is neither reached from the arguments nor named in "
+            "the step's code, so it cannot be state of the program",
             where=self.line(),
             hint="pass the object that holds it as an argument of the step",
         )

@@ -1,4 +1,4 @@
-"""The pytree of what a step returns: lists, tuples, dicts, dataclasses and model outputs, nested, over tensors and constants."""
+"""The pytree of what a step returns: nested lists, tuples, dicts, dataclasses and model outputs of tensors and constants."""
 
 from __future__ import annotations
 
@@ -59,17 +59,17 @@ def rebuild(returns: Results, values: Sequence[Any]) -> Any:
     leaves = iter(values[what] if kind == "node" else what for kind, what in returns.leaves)
 
     def build(tree: Tree) -> Any:
-        cls = tree.type
+        cls: Any = tree.type
         if cls is None:
             return next(leaves)
         parts = [build(c) for c in tree.children]
         if issubclass(cls, dict):
-            if dataclasses.is_dataclass(cls):  # a model output: a dict that is also a dataclass
+            if hasattr(cls, "__dataclass_fields__"):  # a model output: a dict that is also a dataclass
                 return cls(**dict(zip(tree.keys, parts, strict=True)))
             out: dict[Any, Any] = cls()
             out.update(zip(tree.keys, parts, strict=True))
             return out
-        if dataclasses.is_dataclass(cls):
+        if hasattr(cls, "__dataclass_fields__"):
             made = object.__new__(cls)
             for name, part in zip(tree.keys, parts, strict=True):
                 object.__setattr__(made, name, part)

@@ -3,76 +3,28 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-import random
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
-import numpy
 import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 
 from shardc import _torch, ops
+from shardc.capture.captured import Captured
 from shardc.capture.checks import check_storages_and_devices, refusals
-from shardc.capture.effects import Effects, after
+from shardc.capture.compare import after
+from shardc.capture.effects import Effects
 from shardc.capture.numbers import Number, is_symbol, symbol
 from shardc.capture.recorder import Recorder
 from shardc.capture.results import flatten
-from shardc.capture.results import rebuild as _rebuild
+from shardc.capture.surroundings import host_random, optimizers, schedulers
 from shardc.capture.twin import Twin
 from shardc.capture.watch import Watch
 from shardc.capture.world import World, write
 from shardc.errors import CaptureError
 from shardc.program import Program, Slot, SlotKind, TensorType
-
-
-@dataclass
-class Captured:
-    """A step as a program.
-
-    Args:
-        program: functional, at global shapes, without specs.
-        effects: what a run changes in the user's objects beyond the slots written in place.
-        constants: tensors that the code made from Python data, or that it reaches in places that are not walked; inputs of the
-            program under the same names (``const[0]``).
-        guards: conditions on the numbers that this program was captured under, see `admits`.
-    """
-
-    program: Program
-    effects: Effects
-    constants: dict[str, Tensor] = field(default_factory=dict)
-    guards: list[tuple[fx.Node, Any]] = field(default_factory=list)
-
-    def admits(self, numbers: dict[str, float]) -> bool:
-        """Whether the decisions Python took on numbers (``if weight_decay != 0``) come out the same for these numbers."""
-        env: dict[fx.Node, Any] = {}
-        by_node = {node: path for path, node in self._guard_numbers.items()}
-
-        def value(node: Any) -> Any:
-            if not isinstance(node, fx.Node):
-                return node
-            if node not in env:
-                if node in by_node:
-                    env[node] = numbers[by_node[node]]
-                else:
-                    env[node] = node.target(*map(value, node.args))  # type: ignore[operator]
-            return env[node]
-
-        return all(_alike(value(node), expected) for node, expected in self.guards)
-
-    _guard_numbers: dict[str, fx.Node] = field(default_factory=dict)
-
-    def rebuild(self, values: list[Any]) -> Any:
-        """The step's result from the values of `program.results`."""
-        assert self.program.returns is not None
-        return _rebuild(self.program.returns, values)
-
-
-def _alike(value: Any, expected: Any) -> bool:
-    return bool(value == expected) or (value != value and expected != expected)
 
 
 def capture(
@@ -95,10 +47,12 @@ def capture(
         CaptureError: the step does something that a program cannot hold; names what and the line.
     """
     check_storages_and_devices(world)
-    return _Trace(fn, args, kwargs, world, input_types or {}).run()
+    return Trace(fn, args, kwargs, world, input_types or {}).run()
 
 
-class _Trace:
+class Trace:
+    """One trace; see `capture`."""
+
     def __init__(
         self, fn: Callable[..., Any], args: Any, kwargs: Any, world: World, input_types: dict[str, TensorType]
     ) -> None:
@@ -129,7 +83,10 @@ class _Trace:
             for ident, path in world.modules.items():
                 self.module_names[id(self.twin.memo[ident])] = path
             self.recorder.seed(0)
-            with _torch.compiling(), self._optimizer_flags(), self._schedulers(), _host_random(), _torch.when_printed(self._printed):
+            around = (_torch.compiling(), optimizers(self), schedulers(self), host_random(), _torch.when_printed(self._printed))
+            with contextlib.ExitStack() as stack:
+                for context in around:
+                    stack.enter_context(context)
                 result = fn(*args, **kwargs)
             effects = after(self, arguments)
             self._poll()
@@ -154,7 +111,8 @@ class _Trace:
             yield
 
     def _printed(self) -> None:
-        raise CaptureError("a tensor is printed or formatted inside the step, before it has a value", where=self.recorder.line(),
+        what = "a tensor is printed or formatted inside the step, before it has a value"
+        raise CaptureError(what, where=self.recorder.line(),
                            hint="return it from the step and print it outside")  # fmt: skip
 
     def _placeholders(self) -> None:
@@ -190,7 +148,7 @@ class _Trace:
         twin = _torch.functional(fake)
         twin.requires_grad_(real.requires_grad)
         if isinstance(real, torch.nn.Parameter):
-            twin._is_param = True  # type: ignore[attr-defined]
+            twin._is_param = True
         return twin
 
     def _unknown_tensor(self, real: Tensor) -> Tensor:
@@ -214,7 +172,8 @@ class _Trace:
         for path, ref in self.world.slots.items():
             if ref.kind is SlotKind.GRADIENT:
                 continue
-            real, twin = ref.get(), self.slot_twins[path]
+            real: Any = ref.get()
+            twin: Any = self.slot_twins[path]
             for name, value in _own_attributes(real):
                 setattr(twin, name, self._copy(value))
             if not real.requires_grad:
@@ -245,7 +204,7 @@ class _Trace:
             assert isinstance(twin, FunctionalTensor)
             self._version(path, twin)
 
-    def _stepped(self, path: str, optimizer: Any) -> None:
+    def optimizer_stepped(self, path: str, optimizer: Any) -> None:
         """An optimizer has stepped: its parameters have new values."""
         self.stepped.add(path)
         for group in optimizer.param_groups:
@@ -270,63 +229,6 @@ class _Trace:
                 old = twin[key]
                 new = [*old[:index], sym, *old[index + 1 :]]
                 twin[key] = tuple(new) if isinstance(old, tuple) else new
-
-    @contextlib.contextmanager
-    def _optimizer_flags(self) -> Iterator[None]:
-        """Optimizers run their loop path in the twin, with the arithmetic they have outside of compilers.
-
-        Flags and hooks are put back before the world is compared.
-        """
-        saved: list[tuple[dict[str, Any], str, Any]] = []
-        handles: list[Any] = []
-        entered: list[contextlib.ExitStack] = []
-        for path, optimizer in self.world.optimizers.items():
-            twin = self.twin.memo[id(optimizer)]
-            inside = contextlib.ExitStack()
-            entered.append(inside)
-            handles.append(twin.register_step_post_hook(lambda o, *_, p=path: self._stepped(p, o)))
-            handles.append(twin.register_step_pre_hook(lambda *_, s=inside: s.enter_context(_torch.compiling(False))))
-            handles.append(twin.register_step_post_hook(lambda *_, s=inside: s.close()))
-            for group in twin.param_groups:
-                for flag in ("foreach", "fused"):
-                    if flag in group:
-                        saved.append((group, flag, group[flag]))
-                        group[flag] = False
-        try:
-            yield
-        finally:
-            for group, flag, value in saved:
-                group[flag] = value
-            for handle in handles:
-                handle.remove()
-            for inside in entered:  # left open by an error inside of a step
-                inside.close()
-
-    @contextlib.contextmanager
-    def _schedulers(self) -> Iterator[None]:
-        """In the twin a scheduler's `step` is only noted down; the user's runs on the host after the program."""
-        twins = {path: self.twin.memo[id(s)] for path, s in self.world.schedulers.items()}
-        for path, twin in twins.items():
-            twin.__dict__["step"] = functools.partial(self._schedule, path, twin)
-        try:
-            yield
-        finally:
-            for twin in twins.values():
-                twin.__dict__.pop("step", None)
-
-    def _schedule(self, path: str, twin: Any, *args: Any) -> None:
-        if any(isinstance(a, Tensor) or is_symbol(a) for a in args):
-            raise CaptureError(f"{path}.step() is given a value computed in the step", where=self.recorder.line(),
-                               hint="return the value and call the scheduler outside of the compiled step")  # fmt: skip
-        self.scheduled.append((path, args))
-        self.program.notes.append(f"{path}.step() runs on the host after the step ({self.recorder.line()})")
-        for group in twin.optimizer.param_groups:
-            for name in ("lr", *(("momentum",) if "Cycl" in type(twin).__name__ else ())):
-                if is_symbol(group.get(name)):
-                    group[name] = symbol(Number.set_later(self.recorder, float))
-        for name, value in twin.__dict__.items():
-            if is_symbol(value):
-                twin.__dict__[name] = symbol(Number.set_later(self.recorder, value.node.pytype))
 
     # -- results -------------------------------------------------------------------------------------------------------
 
@@ -370,7 +272,7 @@ def _remove_dead(program: Program, keep: set[fx.Node]) -> None:
     for node in reversed(list(program.graph.nodes)):
         if node.op == "call_function" and not node.users and node not in program.draws and node not in keep:
             for table in (program.info, program.versions):
-                table.pop(node, None)  # type: ignore[attr-defined]
+                table.pop(node, None)
             program.graph.erase_node(node)
 
 
@@ -386,25 +288,3 @@ def _own_attributes(real: Tensor) -> Iterator[tuple[str, Any]]:
     """Attributes that the user set on a tensor."""
     if type(real) in (Tensor, torch.nn.Parameter, torch.nn.Buffer):
         yield from ((k, v) for k, v in real.__dict__.items() if not k.startswith("_"))
-
-
-@contextlib.contextmanager
-def _host_random() -> Iterator[None]:
-    """Python's and numpy's generators must not be drawn from: their numbers would be frozen into the program."""
-    python, numpys = random.getstate(), numpy.random.get_state()
-    try:
-        yield
-        names = [
-            name
-            for name, same in (
-                ("Python's random", random.getstate() == python),
-                ("numpy.random", all(numpy.array_equal(a, b) for a, b in zip(numpy.random.get_state(), numpys, strict=True))),
-            )
-            if not same
-        ]
-    finally:
-        random.setstate(python)
-        numpy.random.set_state(numpys)
-    if names:
-        raise CaptureError(f"the step draws from {names[0]}, which the program cannot repeat",
-                           hint="draw with torch, or outside of the step and pass the value")  # fmt: skip

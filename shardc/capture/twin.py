@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from shardc.capture.lines import is_user_code
 from shardc.capture.names import Resolved
-from shardc.capture.world import ATOMS, attributes, descends
+from shardc.capture.objects import ATOMS, attributes, descends
 
 _SHARED = (type, types.ModuleType, types.BuiltinFunctionType, types.CodeType, frozenset, range, slice, property)
 
@@ -80,7 +80,7 @@ class Twin:
         return twin
 
     def _dict(self, obj: dict[Any, Any]) -> Any:
-        cls = type(obj)
+        cls: Any = type(obj)
         if isinstance(obj, collections.defaultdict):
             twin: Any = cls(obj.default_factory)
         else:
@@ -96,7 +96,7 @@ class Twin:
         return twin
 
     def _collection(self, obj: Any) -> Any:
-        cls = type(obj)
+        cls: Any = type(obj)
         twin = self._remember(obj, cls(maxlen=obj.maxlen) if isinstance(obj, collections.deque) else cls.__new__(cls))
         if isinstance(obj, set):
             twin.update(self.copy(x) for x in obj)
@@ -107,7 +107,7 @@ class Twin:
         return twin
 
     def _object(self, obj: Any) -> Any:
-        cls = type(obj)
+        cls: Any = type(obj)
         try:
             twin = cls.__new__(cls) if isinstance(obj, nn.Module) else object.__new__(cls)
         except TypeError:
@@ -174,7 +174,11 @@ class Twin:
         for scope, before in self._globals.values():
             for name, value in scope.items():
                 old = before.get(name, _ABSENT)
-                if value is not old and value is not self.memo.get(id(old), _ABSENT) and not isinstance(value, types.MethodType):
+                if (
+                    value is not old
+                    and value is not self.memo.get(id(old), _ABSENT)
+                    and not isinstance(value, types.MethodType)
+                ):
                     out.append(name)
         return out
 

@@ -13,7 +13,9 @@ from torch.overrides import TorchFunctionMode
 from shardc.errors import CaptureError
 
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
-_SETTERS = frozenset(("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__imod__", "__ipow__"))
+_SETTERS = frozenset(
+    ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__imod__", "__ipow__")
+)
 
 
 class Watch(TorchFunctionMode):
@@ -42,7 +44,9 @@ class Watch(TorchFunctionMode):
     def _set_data(self, target: Tensor, value: Tensor) -> None:
         """``target.data = value``: `target` becomes another name of `value`'s memory; torch would change the wrapper alone."""
         if not isinstance(target, FunctionalTensor) or not isinstance(value, FunctionalTensor):
-            raise CaptureError("a tensor from outside of the step is assigned to .data", where=self.line(), hint="pass it as an argument")
+            raise CaptureError(
+                "a tensor from outside of the step is assigned to .data", where=self.line(), hint="pass it as an argument"
+            )
         new = value.detach()
         if (target.shape, target.dtype, target.stride()) != (new.shape, new.dtype, new.stride()):
             raise CaptureError(

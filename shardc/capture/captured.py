@@ -1,0 +1,58 @@
+"""A captured step: the program, what a run writes back, and the conditions it was captured under."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, fx
+
+from shardc.capture.effects import Effects
+from shardc.capture.results import rebuild
+from shardc.program import Program
+
+
+@dataclass
+class Captured:
+    """A step as a program.
+
+    Args:
+        program: functional, at global shapes, without specs.
+        effects: what a run changes in the user's objects beyond the slots written in place.
+        constants: tensors that the code made from Python data, or that it reaches in places that are not walked; inputs of the
+            program under the same names (``const[0]``).
+        guards: conditions on the numbers that this program was captured under, see `admits`.
+    """
+
+    program: Program
+    effects: Effects
+    constants: dict[str, Tensor] = field(default_factory=dict)
+    guards: list[tuple[fx.Node, Any]] = field(default_factory=list)
+
+    def admits(self, numbers: dict[str, float]) -> bool:
+        """Whether the decisions Python took on numbers (``if weight_decay != 0``) come out the same for these numbers."""
+        env: dict[fx.Node, Any] = {}
+        by_node = {node: path for path, node in self._guard_numbers.items()}
+
+        def value(node: Any) -> Any:
+            if not isinstance(node, fx.Node):
+                return node
+            if node not in env:
+                if node in by_node:
+                    env[node] = numbers[by_node[node]]
+                else:
+                    env[node] = node.target(*map(value, node.args))  # type: ignore[operator]
+            return env[node]
+
+        return all(_alike(value(node), expected) for node, expected in self.guards)
+
+    _guard_numbers: dict[str, fx.Node] = field(default_factory=dict)
+
+    def rebuild(self, values: list[Any]) -> Any:
+        """The step's result from the values of `program.results`."""
+        assert self.program.returns is not None
+        return rebuild(self.program.returns, values)
+
+
+def _alike(value: Any, expected: Any) -> bool:
+    return bool(value == expected) or (value != value and expected != expected)

@@ -1,0 +1,225 @@
+"""The twin after the trace against the user's objects: the program's exits, and the effects of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import TYPE_CHECKING, Any
+
+from torch import fx
+from torch._subclasses.functional_tensor import FunctionalTensor
+
+from shardc import _torch
+from shardc.capture.effects import Created, Effects
+from shardc.capture.names import Resolved
+from shardc.capture.numbers import is_symbol
+from shardc.capture.walk import SCOPE, walk_world
+from shardc.capture.world import SlotRef, World
+from shardc.errors import CaptureError
+from shardc.program import Slot, SlotKind, TensorType
+
+if TYPE_CHECKING:
+    from shardc.capture.trace import Trace
+
+
+def after(trace: Trace, arguments: dict[str, Any]) -> Effects:
+    """Compare the twin world with the user's and fill in the program's exits.
+
+    Raises:
+        CaptureError: something changed that a program cannot carry; names it.
+    """
+    return _Comparison(trace, _walk_twin(trace, arguments)).run()
+
+
+def _walk_twin(trace: Trace, arguments: dict[str, Any]) -> World:
+    outside: list[Resolved] = []
+    for found in trace.world.outside:
+        holder = trace.twin.namespace(found.holder)
+        if found.key:
+            value = holder.get(found.key, found.value)
+        else:
+            try:
+                value = holder.cell_contents
+            except ValueError:
+                continue
+        outside.append(Resolved(found.name, value, holder, found.key))
+    rebound = trace.twin.rebound_globals()
+    named = {found.key for found in trace.world.outside}
+    if bad := [name for name in rebound if name not in named]:
+        raise CaptureError(
+            f"the step assigns the global {bad[0]}", where=bad[0], hint="keep it in an object passed as an argument"
+        )
+    return walk_world(arguments, outside, twin=True)
+
+
+class _Comparison:
+    def __init__(self, trace: Trace, new: World) -> None:
+        self.trace, self.old, self.new = trace, trace.world, new
+        self.program, self.effects = trace.program, Effects()
+
+    def run(self) -> Effects:
+        self._inputs()
+        self._slots()
+        self._numbers()
+        for path, value in self.new.signature.items():
+            if path not in self.old.signature:
+                self._appeared(path, value)
+            elif self.old.signature[path] != value:
+                self._changed(path, self.old.signature[path], value)
+        self._gone()
+        self.effects.stepped, self.effects.scheduled = self.trace.stepped, self.trace.scheduled
+        return self.effects
+
+    def _node(self, t: Any, path: str) -> fx.Node:
+        if not isinstance(t, FunctionalTensor):
+            raise CaptureError(f"{path} became a tensor from outside of the step", where=path)
+        node = self.trace.recorder.node_of(_torch.current_value(t))
+        assert node is not None
+        return node
+
+    def _inputs(self) -> None:
+        for path, twin in self.trace.input_twins.items():
+            entry = self.program.inputs.get(path) or self.trace.recorder.const_nodes[path]
+            if self._node(twin, path) is not entry:
+                raise CaptureError(
+                    f"the step changes the input {path} in place", where=path,
+                    hint="clone it first, or hold it in a module (a buffer), where it is state",
+                )  # fmt: skip
+
+    def _slots(self) -> None:
+        program, trace = self.program, self.trace
+        for path, ref in self.old.slots.items():
+            new = self.new.slots.get(path)
+            if new is None:
+                continue
+            twin: Any = new.get()
+            replaced = twin is not trace.slot_twins[path]
+            if replaced and ref.kind is SlotKind.PARAMETER:
+                raise CaptureError("the step replaces a parameter by another tensor", where=path, hint="copy_ into it")
+            if twin.requires_grad != trace.slot_twins[path].requires_grad and replaced:
+                raise CaptureError("the step replaces a tensor by one with another requires_grad", where=path)
+            if twin.requires_grad != ref.trainable:
+                self.effects.requires_grad[path] = bool(twin.requires_grad)
+            node = self._node(twin, path)
+            type_ = TensorType.of(_torch.current_value(twin))
+            if (type_.shape, type_.dtype) != (program.slots[path].type.shape, program.slots[path].type.dtype):
+                if ref.kind is SlotKind.PARAMETER:
+                    raise CaptureError(
+                        f"the step turns a parameter of type {program.slots[path].type} into {type_}", where=path
+                    )
+                self._resized(path, ref, type_)
+            program.exit[path] = node
+            program.versions.setdefault(node, path)
+
+    def _resized(self, path: str, ref: SlotRef, type_: TensorType) -> None:
+        raise CaptureError(
+            f"the step changes the size or dtype of {path} from {self.program.slots[path].type} to {type_}", where=path
+        )
+
+    def _create(self, path: str, ref: SlotRef) -> None:
+        twin: Any = ref.get()
+        node = self._node(twin, path)
+        owner, key = (ref.owner, ref.holders[0][1]) if ref.owner else self._container(path, ref)
+        on_cpu = False
+        if ref.kind is SlotKind.OPTIMIZER and key == "step" and ref.owner:
+            group = self.new.group_of(ref.owner, ref.holders[0][0])
+            on_cpu = not (group.get("capturable") or group.get("fused"))
+        self.program.slots[path] = Slot(
+            path, ref.kind, TensorType.of(_torch.current_value(twin)), ref.of, tuple(ref.aliases), ref.trainable
+        )
+        self.program.exit[path] = node
+        self.program.versions.setdefault(node, path)
+        self.effects.created.append(Created(path, ref.kind, owner, ref.of, key, on_cpu=on_cpu))
+
+    def _container(self, path: str, ref: SlotRef) -> tuple[str, Any]:
+        """Path of the container that holds a new entry, and its key there."""
+        if ref.kind is SlotKind.GRADIENT:
+            return ref.of, "grad"
+        return self._place(path)
+
+    def _place(self, path: str) -> tuple[str, Any]:
+        holder, key = self.new.places[path]
+        owner = self.new.names.get(id(holder))
+        known = owner is not None and (owner in self.old.signature or owner.startswith(SCOPE.format("")))
+        if owner is None or not known or isinstance(holder, (list, tuple)):
+            raise CaptureError(
+                f"a value of the step escapes into {path}", where=path,
+                hint="return it from the step and store it outside",
+            )  # fmt: skip
+        return owner, key
+
+    def _numbers(self) -> None:
+        value: Any
+        for path, value in self.new.numbers.items():
+            if path not in self.old.numbers:
+                continue
+            if not is_symbol(value):
+                self.effects.constants[path] = value
+            elif value.node.later:
+                continue
+            elif value.node.constant is not None:
+                self.effects.constants[path] = value.node.constant
+            elif value.node.fx_node is not self.program.numbers[path]:
+                self.program.number_exit[path] = value.node.fx_node
+
+    def _create_number(self, path: str, value: Any) -> None:
+        if is_symbol(value) and value.node.constant is None:
+            raise CaptureError(f"a number computed in the step is kept in {path}", where=path, hint="keep it as a tensor")
+        plain = value.node.constant if is_symbol(value) else value
+        owner, of, key = self.new.number_owner(path)
+        self.effects.created.append(Created(path, None, owner, of, key, plain))
+
+    def _appeared(self, path: str, value: Hashable) -> None:
+        if path in self.new.slots:
+            return self._create(path, self.new.slots[path])
+        if path in self.new.numbers:
+            return self._create_number(path, self.new.numbers[path])
+        kind = value[0] if isinstance(value, tuple) else None
+        if kind == "state":
+            return  # an optimizer's new dict for a parameter; its entries are created one by one
+        if kind == "value":
+            owner, key = self._place(path)
+            assert isinstance(value, tuple)
+            self.effects.assigned[path] = (owner, key, self.new.atoms[path])
+            return
+        raise CaptureError(
+            f"the step keeps {path} beyond the call", where=path, hint="return it from the step and store it outside"
+        )
+
+    def _changed(self, path: str, old: Any, new: Any) -> None:
+        if path in self.new.numbers:
+            if old[1] != new[1]:
+                raise CaptureError(f"{path} changes from {old[1]} to {new[1]}", where=path)
+            return
+        kind = new[0]
+        if kind == "tensor" and old[0] == "tensor":
+            return  # seen with the slots
+        if kind == "value" and old[0] == "value":
+            owner, key = self._place(path)
+            self.effects.assigned[path] = (owner, key, self.new.atoms[path])
+        elif kind == "module" and old[:2] == new[:2]:
+            self.effects.training[path] = new[2]
+        elif kind == "state" or (kind in ("dict", "object") and old[:2] == new[:2]):
+            return  # its entries are seen one by one
+        elif kind == "symbol":
+            raise CaptureError(
+                f"a number computed from a tensor is kept in {path}, so that every later call would be another program",
+                where=path, hint="keep it as a tensor, or return it from the step",
+            )  # fmt: skip
+        elif kind in ("list", "tuple") and old[0] == kind:
+            raise CaptureError(
+                f"{path} has {new[1]} entries after the step and had {old[1]} before: a value of the step escapes into it",
+                where=path, hint="return the value from the step and append it outside",
+            )  # fmt: skip
+        else:
+            raise CaptureError(f"the step changes {path}: {old} became {new}", where=path, hint="change it outside of the step")
+
+    def _gone(self) -> None:
+        for path in self.old.signature:
+            if path in self.new.signature:
+                continue
+            if path in self.old.slots:
+                if self.old.slots[path].kind is SlotKind.PARAMETER:
+                    raise CaptureError("the step removes a parameter", where=path)
+                self.effects.deleted.append(path)
+            elif path in self.old.inputs or path in self.old.numbers:
+                raise CaptureError(f"the step removes {path}", where=path)

@@ -1,0 +1,101 @@
+"""What surrounds the trace: optimizers on their loop path, schedulers noted down for the host, host generators guarded."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import random
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import numpy
+from torch import Tensor
+
+from shardc import _torch
+from shardc.capture.numbers import Number, is_symbol, symbol
+from shardc.errors import CaptureError
+
+if TYPE_CHECKING:
+    from shardc.capture.trace import Trace
+
+
+@contextlib.contextmanager
+def optimizers(trace: Trace) -> Iterator[None]:
+    """Optimizers run their loop path in the twin, with the arithmetic they have outside of compilers.
+
+    Flags and hooks are put back before the world is compared.
+    """
+    saved: list[tuple[dict[str, Any], str, Any]] = []
+    handles: list[Any] = []
+    entered: list[contextlib.ExitStack] = []
+    for path, optimizer in trace.world.optimizers.items():
+        twin = trace.twin.memo[id(optimizer)]
+        inside = contextlib.ExitStack()
+        entered.append(inside)
+        handles.append(twin.register_step_post_hook(lambda o, *_, p=path: trace.optimizer_stepped(p, o)))
+        handles.append(twin.register_step_pre_hook(lambda *_, s=inside: s.enter_context(_torch.compiling(False))))
+        handles.append(twin.register_step_post_hook(lambda *_, s=inside: s.close()))
+        for group in twin.param_groups:
+            for flag in ("foreach", "fused"):
+                if flag in group:
+                    saved.append((group, flag, group[flag]))
+                    group[flag] = False
+    try:
+        yield
+    finally:
+        for group, flag, value in saved:
+            group[flag] = value
+        for handle in handles:
+            handle.remove()
+        for inside in entered:  # left open by an error inside of a step
+            inside.close()
+
+
+@contextlib.contextmanager
+def schedulers(trace: Trace) -> Iterator[None]:
+    """In the twin a scheduler's `step` is only noted down; the user's runs on the host after the program."""
+    twins = {path: trace.twin.memo[id(s)] for path, s in trace.world.schedulers.items()}
+    for path, twin in twins.items():
+        twin.__dict__["step"] = functools.partial(_schedule, trace, path, twin)
+    try:
+        yield
+    finally:
+        for twin in twins.values():
+            twin.__dict__.pop("step", None)
+
+
+def _schedule(trace: Trace, path: str, twin: Any, *args: Any) -> None:
+    if any(isinstance(a, Tensor) or is_symbol(a) for a in args):
+        raise CaptureError(f"{path}.step() is given a value computed in the step", where=trace.recorder.line(),
+                           hint="return the value and call the scheduler outside of the compiled step")  # fmt: skip
+    trace.scheduled.append((path, args))
+    trace.program.notes.append(f"{path}.step() runs on the host after the step ({trace.recorder.line()})")
+    for group in twin.optimizer.param_groups:
+        for name in ("lr", *(("momentum",) if "Cycl" in type(twin).__name__ else ())):
+            if is_symbol(group.get(name)):
+                group[name] = symbol(Number.set_later(trace.recorder, float))
+    for name, value in twin.__dict__.items():
+        if is_symbol(value):
+            twin.__dict__[name] = symbol(Number.set_later(trace.recorder, value.node.pytype))
+
+
+@contextlib.contextmanager
+def host_random() -> Iterator[None]:
+    """Python's and numpy's generators must not be drawn from: their numbers would be frozen into the program."""
+    python, numpys = random.getstate(), numpy.random.get_state()
+    try:
+        yield
+        names = [
+            name
+            for name, same in (
+                ("Python's random", random.getstate() == python),
+                ("numpy.random", all(numpy.array_equal(a, b) for a, b in zip(numpy.random.get_state(), numpys, strict=True))),
+            )
+            if not same
+        ]
+    finally:
+        random.setstate(python)
+        numpy.random.set_state(numpys)
+    if names:
+        raise CaptureError(f"the step draws from {names[0]}, which the program cannot repeat",
+                           hint="draw with torch, or outside of the step and pass the value")  # fmt: skip
