@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from expecttest import assert_expected_inline
-from plan_drafts import layers, plan_of, run
+from plan_drafts import Draft, aten, layers, plan_of, run
 
 from shardc.errors import PlanError
 from shardc.instructions import Collective, Local, LocalDim, Out, Ref
@@ -249,3 +249,33 @@ def test_lines_do_not_change_the_hash() -> None:
     for node, info in list(program.info.items()):
         program.info[node] = replace(info, line="other.py:9")
     assert plan_of(program).hash == before
+
+
+def test_notes_on_replicated_values_and_uneven_splits() -> None:
+    d = Draft(dp=4)
+    d.slot("model.a", "f32[6@dp, 2]")
+    d.slot("optimizer.state[0].exp_avg", "f32[6@dp, 2]", "o", "model.a")
+    d.slot("model.scale", "f32[3]")
+    d.slot("model.seen", "f32[5]", "b")
+    x = d.input("x", "f32[8@dp, 3]")
+    y = d.op(aten.relu.default, x, to="f32[8@dp, 3]")
+    whole = d.move(y, "[8, 3]")
+    s = d.op(aten.cumsum.default, whole, 0, to="f32[8, 3]", module="model.h.0", line="train.py:5")
+    s = d.op(aten.neg.default, s, to="f32[8, 3]", module="model.h.0", line="train.py:5")
+    mean = d.move(d.op(aten.sum.dim_IntList, x, [0], to="f32[3] +sum@dp"), "[3]")
+    mean = d.op(aten.neg.default, mean, to="f32[3]")  # whole, but by a reduction
+    plan = plan_of(d.done({p: n for p, n in d.program.entry.items()}, (s, mean)), zero=3)
+    notes = page(plan).partition("notes")[2]
+    assert_expected_inline(notes, """\
+    replicated: 1 parameter, 12 B (no dim of [3] can be split)
+         replicated: 1 buffer, 20 B (never split unless pinned)
+         replicated: model.h.0: aten.cumsum, aten.neg, 192 B (its operand is gathered, train.py:5)
+         uneven: model.a [6@dp, 2], 0 to 4 elements a rank, costs 8 B
+         not captured: none
+         recomputed: none""")
+    assert [(r.name, r.bytes) for r in plan.replicated] == [
+        ("model.scale", 12), ("model.seen", 20), ("model.h.0: aten.cumsum", 96), ("model.h.0: aten.neg", 96),
+    ]  # fmt: skip
+    assert [(u.name, u.largest, u.smallest, u.bytes) for u in plan.uneven] == [
+        ("model.a", 4, 0, 4), ("optimizer.state[0].exp_avg", 4, 0, 4),
+    ]  # fmt: skip

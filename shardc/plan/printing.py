@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     from shardc.plan.plan import Plan
 
 NOUN = {
-    SlotKind.PARAMETER: "parameters",
-    SlotKind.BUFFER: "buffers",
-    SlotKind.OPTIMIZER: "tensors of optimizer state",
-    SlotKind.GRADIENT: "gradients",
-    SlotKind.TENSOR: "other tensors",
+    SlotKind.PARAMETER: ("parameter", "parameters"),
+    SlotKind.BUFFER: ("buffer", "buffers"),
+    SlotKind.OPTIMIZER: ("tensor of optimizer state", "tensors of optimizer state"),
+    SlotKind.GRADIENT: ("gradient", "gradients"),
+    SlotKind.TENSOR: ("other tensor", "other tensors"),
 }
 
 
@@ -133,15 +133,15 @@ def notes(plan: Plan) -> list[str]:
 
 def _replicated(plan: Plan) -> list[str]:
     """What is whole on every rank: state by kind and reason (each tensor's spec stands above), values one by one."""
-    groups: dict[tuple[str, str], list[int]] = {}
+    groups: dict[tuple[SlotKind, str], list[int]] = {}
     values = []
     for r in plan.replicated:
         slot = plan.slots.get(r.name)
         if slot is None:
             values.append(r)
         else:
-            groups.setdefault((NOUN[slot.kind], r.reason), []).append(r.bytes)
-    lines = [f"{len(n)} {noun}, {size(sum(n))} ({reason})" for (noun, reason), n in groups.items()]
+            groups.setdefault((slot.kind, r.reason), []).append(r.bytes)
+    lines = [f"{len(n)} {NOUN[kind][len(n) > 1]}, {size(sum(n))} ({reason})" for (kind, reason), n in groups.items()]
     owners: dict[tuple[str, str], list[Replicated]] = {}
     for r in values:
         owners.setdefault((r.name.partition(": ")[0], r.where), []).append(r)
