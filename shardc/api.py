@@ -144,7 +144,11 @@ class CompiledStep:
     def replan(self, **changes: Any) -> CompiledStep:
         """The same function with other options."""
         given = {k: getattr(self.options, k) for k in self.options.__dataclass_fields__} | changes
-        if "batch" not in changes and isinstance(changes.get("mesh"), Mesh) and not set(self.options.batch) <= set(changes["mesh"].axes):
+        if (
+            "batch" not in changes
+            and isinstance(changes.get("mesh"), Mesh)
+            and not set(self.options.batch) <= set(changes["mesh"].axes)
+        ):
             del given["batch"]
         return CompiledStep(self.fn, Options.of(given))
 
@@ -155,7 +159,9 @@ class CompiledStep:
         if instead is not None:
             instead(self, args, kwargs)
         if self._poisoned is not None:
-            raise StateError(f"the state is that of half a step: {self._poisoned}", hint="load a checkpoint into new objects, or stop")
+            raise StateError(
+                f"the state is that of half a step: {self._poisoned}", hint="load a checkpoint into new objects, or stop"
+            )
         world = observe(self.fn, args, kwargs)
         host = self._settled(world)
         self._watch.check(world.slots.values())
@@ -227,7 +233,8 @@ class CompiledStep:
     def _compile(self, args: Any, kwargs: Any, world: World, call: Call, host: Host) -> Variant:
         if len(self.variants) >= self.options.max_variants:
             raise CaptureError(
-                f"{self.__name__} needs more than max_variants={self.options.max_variants} variants; the last: {self._reason(world, call)}",
+                f"{self.__name__} needs more than max_variants={self.options.max_variants} variants; "
+                f"the last: {self._reason(world, call)}",
                 hint="make what changes at every call a tensor or a number of param_groups, or raise max_variants",
             )
         captured = capture(self.fn, args, kwargs, world, call.types)
@@ -310,7 +317,9 @@ class CompiledStep:
         return full_state_dict(self._arguments)
 
     def __repr__(self) -> str:
-        return f"<shardc step {self.__name__}: mesh {self.options.mesh}, zero {self.options.zero}, {len(self.variants)} variants>"
+        return (
+            f"<shardc step {self.__name__}: mesh {self.options.mesh}, zero {self.options.zero}, {len(self.variants)} variants>"
+        )
 
 
 def _same_key(a: World, b: World) -> bool:

@@ -67,7 +67,9 @@ class Host(Protocol):
 
     def executors(self, plan: Plan) -> list[Executor]: ...
 
-    def run(self, executors: Sequence[Executor], plan: Plan, world: World, call: Call, inputs: Mapping[str, Any], streams: Streams) -> Finished: ...
+    def run(
+        self, executors: Sequence[Executor], plan: Plan, world: World, call: Call, inputs: Mapping[str, Any], streams: Streams
+    ) -> Finished: ...
 
 
 class Streams:
@@ -136,7 +138,9 @@ class LocalHost:
     def executors(self, plan: Plan) -> list[Executor]:
         return [Executor(plan.instructions, self.mesh, c, self.ranks.device) for c in self.mesh.coords()]
 
-    def run(self, executors: Sequence[Executor], plan: Plan, world: World, call: Call, inputs: Mapping[str, Any], streams: Streams) -> Finished:
+    def run(
+        self, executors: Sequence[Executor], plan: Plan, world: World, call: Call, inputs: Mapping[str, Any], streams: Streams
+    ) -> Finished:
         specs = _storage(plan)
         n = self.mesh.size
         slots: list[dict[str, Tensor]] = [{} for _ in range(n)]
@@ -146,20 +150,26 @@ class LocalHost:
         given: list[dict[str, Any]] = [{} for _ in range(n)]
         wanted = _input_specs(plan)
         for path, value in inputs.items():
-            parts = _input_parts(value, wanted[path], self.mesh, self.ranks.device) if path in wanted and isinstance(value, Tensor) else [value] * n
+            parts = (
+                _input_parts(value, wanted[path], self.mesh, self.ranks.device)
+                if path in wanted and isinstance(value, Tensor)
+                else [value] * n
+            )
             for mine, part in zip(given, parts, strict=True):
                 mine[path] = part
         outcomes = simulate(executors, slots, given, [streams.make() for _ in range(n)])
         created: dict[str, Tensor] = {}
         for path in outcomes[0].written:
-            ref = world.slots.get(path)
+            known = world.slots.get(path)
             parts = [o.written[path] for o in outcomes]
-            if ref is None:
+            if known is None:
                 created[path] = assemble(parts, specs[path], self.mesh)
             elif n > 1:
-                assemble(parts, specs[path], self.mesh, out=ref.get().detach())
+                assemble(parts, specs[path], self.mesh, out=known.get().detach())
         results = [
-            assemble([o.results[k] for o in outcomes], spec, self.mesh) if spec is not None and isinstance(outcomes[0].results[k], Tensor) else outcomes[0].results[k]
+            assemble([o.results[k] for o in outcomes], spec, self.mesh)
+            if spec is not None and isinstance(outcomes[0].results[k], Tensor)
+            else outcomes[0].results[k]
             for k, spec in enumerate(_result_specs(plan))
         ]
         streams.commit()
@@ -176,7 +186,9 @@ class ProcessHost:
 
     def meet(self, world: World, options: Options, signature: str, static: Callable[[], str]) -> Call:
         first = {path: t.shape[0] if t.dim() else -1 for path, t in world.inputs.items()}
-        rows = exchange(self.ranks, digest(signature), list(first.values()), lambda: {"call": signature, "static values": static()})
+        rows = exchange(
+            self.ranks, digest(signature), list(first.values()), lambda: {"call": signature, "static values": static()}
+        )
         table = {path: [row[k] for row in rows] for k, path in enumerate(first)}
         types, split_by_rows = {}, {}
         for path, t in world.inputs.items():
@@ -190,7 +202,8 @@ class ProcessHost:
                 odd = next((r for r, n in enumerate(table[path]) if n != table[path][0]), None)
                 if odd is not None:
                     raise InputError(
-                        f"{path} is the same on all ranks, but dim 0 is {table[path][0]} on rank 0 and {table[path][odd]} on rank {odd}",
+                        f"{path} is the same on all ranks, but dim 0 is {table[path][0]} on rank 0 "
+                        f"and {table[path][odd]} on rank {odd}",
                         where=path, hint="pass the same tensor on all ranks, or split it over the batch axis with inputs={...}",
                     )  # fmt: skip
                 types[path] = mine
@@ -206,11 +219,16 @@ class ProcessHost:
     def executors(self, plan: Plan) -> list[Executor]:
         return [Executor(plan.instructions, self.mesh, self.ranks.coord, self.ranks.device)]
 
-    def run(self, executors: Sequence[Executor], plan: Plan, world: World, call: Call, inputs: Mapping[str, Any], streams: Streams) -> Finished:
+    def run(
+        self, executors: Sequence[Executor], plan: Plan, world: World, call: Call, inputs: Mapping[str, Any], streams: Streams
+    ) -> Finished:
         specs = _storage(plan)
         slots = take_up(world.slots.values(), specs, {p: s.type for p, s in plan.slots.items()}, self.ranks)
         wanted = _input_specs(plan)
-        given = {path: self._input(path, value, wanted[path], call) if path in wanted and isinstance(value, Tensor) else value for path, value in inputs.items()}
+        given = {
+            path: self._input(path, value, wanted[path], call) if path in wanted and isinstance(value, Tensor) else value
+            for path, value in inputs.items()
+        }
         outcome: Outcome = self.communicator.drive(executors[0], executors[0].run(slots, given, streams.make()))
         created = {}
         for path, t in outcome.written.items():
@@ -227,7 +245,11 @@ class ProcessHost:
             return cut(value, spec, self.mesh, self.ranks.coord, self.ranks.device)
         first = spec.dims[0][0]
         value = chunk_rows(self.ranks, value, call.rows[path], first.axes)
-        return cut(value, _rest_of(spec, value), self.mesh, self.ranks.coord, self.ranks.device) if len(spec.axes) > len(first.axes) else value
+        return (
+            cut(value, _rest_of(spec, value), self.mesh, self.ranks.coord, self.ranks.device)
+            if len(spec.axes) > len(first.axes)
+            else value
+        )
 
     def _result(self, value: Any, spec: ShardSpec | None, call: Call) -> Any:
         if not isinstance(value, Tensor) or spec is None or not spec.axes or not call.rows:

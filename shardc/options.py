@@ -75,19 +75,39 @@ class Options:
     def _check(self) -> None:
         for axis in self.batch:
             self.mesh.index(axis)
-        _want(isinstance(self.zero, int) and not isinstance(self.zero, bool) and self.zero in (0, 1, 2, 3), "zero", self.zero, "0, 1, 2 or 3")
+        _want(
+            isinstance(self.zero, int) and not isinstance(self.zero, bool) and self.zero in (0, 1, 2, 3),
+            "zero",
+            self.zero,
+            "0, 1, 2 or 3",
+        )
         _want(self.zero == 0 or bool(self.batch), "zero", self.zero, "0: there is no batch axis to shard state over")
         _want(self.inputs_are in (None, "local", "global"), "inputs_are", self.inputs_are, '"local" or "global"')
         _want(self.rng in ("counter", "torch"), "rng", self.rng, '"counter" or "torch"')
-        _want(self.seed is None or (isinstance(self.seed, int) and not isinstance(self.seed, bool)), "seed", self.seed, "an int or None")
-        _want(isinstance(self.max_variants, int) and not isinstance(self.max_variants, bool) and self.max_variants > 0, "max_variants", self.max_variants, "a positive int")
-        _want(self.plan is None or isinstance(self.plan, str), "plan", self.plan, 'None or the path of a saved plan')
+        _want(
+            self.seed is None or (isinstance(self.seed, int) and not isinstance(self.seed, bool)),
+            "seed",
+            self.seed,
+            "an int or None",
+        )
+        _want(
+            isinstance(self.max_variants, int) and not isinstance(self.max_variants, bool) and self.max_variants > 0,
+            "max_variants",
+            self.max_variants,
+            "a positive int",
+        )
+        _want(self.plan is None or isinstance(self.plan, str), "plan", self.plan, "None or the path of a saved plan")
         _want(self.plan != "auto", "plan", self.plan, "None or the path of a saved plan: the search is not implemented yet")
         for name in ("inputs", "params"):
             table = getattr(self, name)
-            _want(isinstance(table, Mapping), name, table, 'a dict {pattern: P(...)}')
+            _want(isinstance(table, Mapping), name, table, "a dict {pattern: P(...)}")
             for pattern, p in table.items():
-                _want(isinstance(pattern, str) and isinstance(p, P), f"{name}[{pattern!r}]", p, 'P(...), for example P("tp", None)')
+                _want(
+                    isinstance(pattern, str) and isinstance(p, P),
+                    f"{name}[{pattern!r}]",
+                    p,
+                    'P(...), for example P("tp", None)',
+                )
                 for entry in p:
                     for axis in () if entry is None else (entry,) if isinstance(entry, str) else entry:
                         self.mesh.index(axis)
@@ -104,11 +124,11 @@ def _mesh(value: object) -> Mesh:
     if isinstance(value, Mesh):
         return value
     _want(isinstance(value, Mapping), "mesh", value, 'a dict {"dp": 2} or shardc.Mesh(dp=2)')
-    return Mesh(dict(value))  # type: ignore[call-overload,no-any-return]
+    return Mesh(dict(value))  # type: ignore[call-overload]
 
 
 def _batch(value: object) -> tuple[str, ...]:
     names = (value,) if isinstance(value, str) else tuple(value) if isinstance(value, (list, tuple)) else None
-    _want(names is not None and all(isinstance(a, str) for a in names), "batch", value, 'an axis name or a tuple of names')
+    _want(names is not None and all(isinstance(a, str) for a in names), "batch", value, "an axis name or a tuple of names")
     assert names is not None
     return names

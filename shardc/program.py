@@ -174,7 +174,8 @@ class Program:
 
     @property
     def output(self) -> fx.Node:
-        return next(iter(reversed(self.graph.nodes)))
+        node: fx.Node = next(iter(reversed(self.graph.nodes)))
+        return node
 
     def type(self, node: fx.Node) -> TensorType:
         """Type of a node that is one tensor."""
@@ -198,7 +199,8 @@ class Program:
 
     def copy(self) -> Program:
         """A copy that shares no mutable structure (types, specs and slots are frozen values)."""
-        graph, env = fx.Graph(), {}
+        graph = fx.Graph()
+        env: dict[fx.Node, fx.Node] = {}
         for node in self.graph.nodes:
             env[node] = graph.node_copy(node, lambda n: env[n])
         return self.rebuilt(graph, env)

@@ -1,4 +1,4 @@
-"""Bytes and counts of collectives, exactly: parameters are gathered once for each phase that reads them, gradients reduced once."""
+"""Collectives by bytes and counts: parameters are gathered once for each phase that reads them, gradients reduced once."""
 
 from __future__ import annotations
 

@@ -92,7 +92,9 @@ def _slot_specs(slot: Slot, owner: Slot | None, pins: Mapping[str, P], options: 
     whole = ShardSpec.replicated(shape).canonical(mesh)
     same_shape = owner is None or owner.type.shape == shape
     compute = pins[pinned].to_spec(shape, mesh, where=slot.path) if pinned in pins and same_shape else whole
-    stage = {SlotKind.PARAMETER: 3, SlotKind.OPTIMIZER: 1, SlotKind.GRADIENT: 1, SlotKind.BUFFER: 9, SlotKind.TENSOR: 9}[slot.kind]
+    stage = {SlotKind.PARAMETER: 3, SlotKind.OPTIMIZER: 1, SlotKind.GRADIENT: 1, SlotKind.BUFFER: 9, SlotKind.TENSOR: 9}[
+        slot.kind
+    ]
     storage = zero_spec(compute, options.batch, mesh) if options.zero >= stage else compute
     return replace(slot, storage=storage, compute=compute)
 

@@ -73,8 +73,8 @@ def without_dead(program: Program) -> Program:
     """Erase call nodes that nothing uses (random draws stay: they advance the stream)."""
     for node in reversed(program.nodes):
         if node.op == "call_function" and not node.users and node not in program.draws:
-            for table in (program.info, program.versions):
-                table.pop(node, None)  # type: ignore[attr-defined]
+            program.info.pop(node, None)
+            program.versions.pop(node, None)
             program.graph.erase_node(node)
     return program
 
@@ -98,7 +98,9 @@ class Rewriter:
         self.info[new] = self.old.info[node]
         return new
 
-    def call(self, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], info: Info, name: str | None = None) -> fx.Node:
+    def call(
+        self, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], info: Info, name: str | None = None
+    ) -> fx.Node:
         new = self.graph.create_node("call_function", target, args, kwargs, name)
         self.info[new] = info
         return new

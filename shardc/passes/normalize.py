@@ -1,8 +1,8 @@
 """normalize: one way to say each thing.
 
 Before: the program as captured. After: operators that divide by a count of their own input are decomposed (so that counts are
-those of the global batch); `detach`, `alias`, `lift_fresh_copy`, functional `copy`, and views and casts that change nothing are gone; equal pure nodes of one phase are
-one node; nothing is dead but random draws, which advance the stream.
+those of the global batch); `detach`, `alias`, `lift_fresh_copy`, functional `copy`, and views and casts that change nothing
+are gone; equal pure nodes of one phase are one node; nothing is dead but random draws, which advance the stream.
 
 Example: ``mean(x: [8, 4])`` becomes ``div(sum(x), 32)``.
 """
@@ -50,7 +50,7 @@ class _Normalization(Rewriter):
                 self.env[node] = self.copied(node)
             elif node.target in self.table and not self.has_numbers(node):
                 args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: self.env[n])
-                self.env[node] = self.inline(node.target, args, kwargs, self.old.info[node])  # type: ignore[arg-type]
+                self.env[node] = self.inline(node.target, args, kwargs, self.old.info[node])
             elif is_getitem(node) and isinstance(self.env[node.args[0]], tuple):  # type: ignore[index]
                 self.env[node] = self.env[node.args[0]][node.args[1]]  # type: ignore[index]
             else:
@@ -100,7 +100,11 @@ class _Normalization(Rewriter):
                     continue
                 sub = info.but(type=_types(node.meta["val"]))
                 nested = node.target in self.table
-                env[node] = self.inline(node.target, sub_args, sub_kwargs, sub) if nested else self.call(node.target, sub_args, sub_kwargs, sub)
+                env[node] = (
+                    self.inline(node.target, sub_args, sub_kwargs, sub)
+                    if nested
+                    else self.call(node.target, sub_args, sub_kwargs, sub)
+                )
         raise AssertionError("a graph without output")
 
     def trace(self, target: Callable[..., Any], args: Any, kwargs: Any) -> fx.Graph:

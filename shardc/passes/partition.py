@@ -9,6 +9,8 @@ Example (dp=2): ``reshard(g: [4, 4] +sum@dp) -> [4@dp, 4]`` becomes ``reduce_sca
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import fx
 
@@ -69,7 +71,7 @@ def _local_call(build: Rewriter, node: fx.Node) -> fx.Node:
     local = localise(node.target, rule, args, kwargs, results, specs)  # type: ignore[arg-type]
     feed = iter(operands(program, node))
 
-    def back(arg: object) -> object:
+    def back(arg: Any) -> Any:
         if isinstance(arg, TensorType):
             return build.env[next(feed)]
         return build.env[arg] if isinstance(arg, fx.Node) else arg

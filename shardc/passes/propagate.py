@@ -1,7 +1,7 @@
 """propagate: give every value a spec, from the pinned ones, by factor rules.
 
 Before: placeholders have specs, some call nodes carry a pin (annotate). After: every tensor has a spec, the operands of every
-operator fit its rule exactly, and wherever a value changes its spec there is a `reshard` node whose own spec is the destination.
+operator fit its rule exactly, and where a value changes its spec there is a `reshard` node whose own spec is the destination.
 
 One walk in program order decides, for each operator, how its factors are split (`choose`): a split that operands already
 have is kept, the larger operand wins a conflict, and nothing is moved where a local computation with a partial result exists.
@@ -73,7 +73,9 @@ class _Propagation(Rewriter):
 
     def number(self, node: fx.Node) -> None:
         """Arithmetic on numbers, or an operator that makes a number: tensor operands are needed whole."""
-        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: self.whole(self.env[n], node) if self.old.is_tensor(n) else self.env[n])
+        args, kwargs = fx.node.map_arg(
+            (node.args, node.kwargs), lambda n: self.whole(self.env[n], node) if self.old.is_tensor(n) else self.env[n]
+        )
         self.env[node] = self.call(node.target, args, kwargs, self.old.info[node], node.name)  # type: ignore[arg-type]
 
     def operator(self, node: fx.Node) -> None:
@@ -91,12 +93,10 @@ class _Propagation(Rewriter):
             stays = [p for p in specs[k].partial if p in partial]
             ready.append(self.move(value, spec.with_partial(stays), node, f"{op_name(node.target)} needs it so"))
         feed = iter(ready)
-        args, kwargs = fx.node.map_arg(
-            (node.args, node.kwargs), lambda n: next(feed) if self.old.is_tensor(n) else self.env[n]
-        )
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: next(feed) if self.old.is_tensor(n) else self.env[n])
         result = result_specs(rule, split, partial, self.mesh)
-        spec: Specs = result[0] if isinstance(info.type, TensorType) else tuple(result)
-        new = self.call(node.target, args, kwargs, info.but(spec=spec, why=reasons or "operands are whole"), node.name)  # type: ignore[arg-type]
+        made: Specs = result[0] if isinstance(info.type, TensorType) else tuple(result)
+        new = self.call(node.target, args, kwargs, info.but(spec=made, why=reasons or "operands are whole"), node.name)  # type: ignore[arg-type]
         self.env[node] = new
         if is_cast(node) and values[0] in self.resting:  # it rests too, and is gathered after the cast, in fewer bytes
             self.resting[new] = self.resting[values[0]]

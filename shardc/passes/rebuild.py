@@ -36,12 +36,22 @@ def rebuild(program: Program) -> Program:
         if node in program.versions:
             if slot is not None and slot.kind == SlotKind.PARAMETER and slot.storage != slot.compute:
                 chain.add(node)
-        elif is_op(node) and node not in keep and (is_view(node) or is_cast(node)):
-            if all(n in chain for n in operands(program, node)) and program.is_tensor(node):
-                chain.add(node)
-        if node.op == "call_function" and program.info[node].phase == Phase.BACKWARD and any(n in chain for n in node.all_input_nodes):
-            args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: backward(n) if n in chain else build.env[n])
+        elif node not in keep and program.is_tensor(node) and _is_link(program, node, chain):
+            chain.add(node)
+        if (
+            node.op == "call_function"
+            and program.info[node].phase == Phase.BACKWARD
+            and any(n in chain for n in node.all_input_nodes)
+        ):
+            args, kwargs = fx.node.map_arg(
+                (node.args, dict(node.kwargs)), lambda n: backward(n) if n in chain else build.env[n]
+            )
             build.env[node] = build.call(node.target, args, kwargs, program.info[node], node.name)  # type: ignore[arg-type]
         else:
             build.copy(node)
     return build.finish()
+
+
+def _is_link(program: Program, node: fx.Node, chain: set[fx.Node]) -> bool:
+    """Whether a node is a view or cast of a link of the chain, and of nothing else."""
+    return is_op(node) and (is_view(node) or is_cast(node)) and all(n in chain for n in operands(program, node))

@@ -64,7 +64,9 @@ def schedule(program: Program) -> Program:
     return build.finish()
 
 
-def _ready(node: fx.Node, deps: dict[fx.Node, list[fx.Node]], late: set[fx.Node], place: dict[fx.Node, int], ready: dict[fx.Node, int]) -> None:
+def _ready(
+    node: fx.Node, deps: dict[fx.Node, list[fx.Node]], late: set[fx.Node], place: dict[fx.Node, int], ready: dict[fx.Node, int]
+) -> None:
     """Fill in `ready` for `node` (iteratively: chains are long, and extra edges may point ahead)."""
     stack = [node]
     while stack:

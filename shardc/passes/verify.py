@@ -30,7 +30,13 @@ def verify(program: Program, stage: str) -> None:
             raise VerifyError(f"after {stage}: %{node.name} is in no table")
         if node.op == "placeholder":
             if split:
-                _need(program, node, stage, isinstance(program.info[node].spec, ShardSpec) or program.info[node].type is None, "has no spec")
+                _need(
+                    program,
+                    node,
+                    stage,
+                    isinstance(program.info[node].spec, ShardSpec) or program.info[node].type is None,
+                    "has no spec",
+                )
             continue
         if is_op(node) and split and program.info[node].type is not None:
             _operator(program, node, stage)
@@ -41,7 +47,9 @@ def verify(program: Program, stage: str) -> None:
     for path, slot in program.slots.items():
         end = program.exit.get(path)
         if split and end is not None and slot.storage is not None and not program.spec(end).same(slot.storage, program.mesh):  # type: ignore[arg-type]
-            raise VerifyError(f"after {stage}: slot {path} rests in {slot.storage}, its final value %{end.name} lies in {program.spec(end)}")
+            raise VerifyError(
+                f"after {stage}: slot {path} rests in {slot.storage}, its final value %{end.name} lies in {program.spec(end)}"
+            )
 
 
 def _need(program: Program, node: fx.Node, stage: str, ok: bool, what: str) -> None:
@@ -55,7 +63,13 @@ def _step(program: Program, node: fx.Node, stage: str) -> None:
     ok = isinstance(step, Step) and isinstance(source, fx.Node)
     _need(program, node, stage, ok, "is a step without a Step")
     assert isinstance(step, Step) and isinstance(source, fx.Node)
-    _need(program, node, stage, program.spec(source) == step.src and program.spec(node) == step.dst, f"does not fit its step {step}")
+    _need(
+        program,
+        node,
+        stage,
+        program.spec(source) == step.src and program.spec(node) == step.dst,
+        f"does not fit its step {step}",
+    )
 
 
 def _operator(program: Program, node: fx.Node, stage: str) -> None:
@@ -70,7 +84,13 @@ def _operator(program: Program, node: fx.Node, stage: str) -> None:
     for axis, op in partial:
         held = frozenset(k for k, s in enumerate(specs) if s.reduction(axis) == op)
         legal = (op == "sum" and held in rule.linear) or (rule.any_partial and held == {0})
-        _need(program, node, stage, legal, f"lets a partial {op} over {axis} of operands {sorted(held)} through, its rule {rule} does not")
+        _need(
+            program,
+            node,
+            stage,
+            legal,
+            f"lets a partial {op} over {axis} of operands {sorted(held)} through, its rule {rule} does not",
+        )
     split, _ = choose(rule, specs, {a for a, _ in partial}, mesh)
     results = program.info[node].spec
     got = results if isinstance(results, tuple) else (results,)
@@ -81,6 +101,10 @@ def _operator(program: Program, node: fx.Node, stage: str) -> None:
         _need(program, node, stage, spec.with_partial(()) == want, f"has an operand in {spec}, its rule {rule} wants {want}")
     want_results = result_specs(rule, split, partial, mesh)
     same = all(a == b for a, b in zip(got, want_results, strict=True)) or not any(s.axes for s in specs)
-    _need(program, node, stage, same, f"has results in {[str(s) for s in got]}, its rule {rule} gives {[str(s) for s in want_results]}")
-
-
+    _need(
+        program,
+        node,
+        stage,
+        same,
+        f"has results in {[str(s) for s in got]}, its rule {rule} gives {[str(s) for s in want_results]}",
+    )
