@@ -75,7 +75,7 @@ def test_meshes_specs_and_options_are_legal(data: st.DataObject, mesh: sh.Mesh) 
 @pytest.mark.parametrize("word", [
     "BatchNorm", "LayerNorm", "Conv2d", "Embedding", "scaled_dot_product", "head.weight = ", "requires_grad_(False)", "unused",
     "register_buffer", "= -100", "mask.sum()", "clip_grad_norm_", "fused=True", "foreach=True", "RMSprop", "Adagrad",
-    "F.dropout",
+    "F.dropout", "RMSNorm", "cumsum", "pool2d", "z @ z.t()", "x.mean(0)", "NAdam", "(groups(model), ", "label_smoothing",
 ])  # fmt: skip
 def test_every_ingredient_is_drawn(word: str, sources: list[str]) -> None:
     assert any(word in s for s in sources)
