@@ -143,7 +143,7 @@ def _build_on_meta() -> list[Any]:
     known: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}  # keeps the real one alive, so that its id stays its own
 
     def parameter(module: nn.Module, name: str, value: nn.Parameter | None) -> nn.Parameter | None:
-        if value is None or value.device.type == "meta" or isinstance(value, nn.parameter.UninitializedTensorMixin):
+        if value is None or value.device.type == "meta" or isinstance(value, nn.UninitializedParameter):
             return None
         if id(value) not in known:
             meta = nn.Parameter(value.detach().to("meta"), requires_grad=value.requires_grad)
@@ -153,7 +153,7 @@ def _build_on_meta() -> list[Any]:
 
     from torch.nn.modules.module import register_module_parameter_registration_hook
 
-    return [register_module_parameter_registration_hook(parameter)]  # type: ignore[no-untyped-call]
+    return [register_module_parameter_registration_hook(parameter)]  # type: ignore[arg-type]
 
 
 def _on_meta(x: Any) -> Any:

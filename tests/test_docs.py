@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -16,14 +18,15 @@ BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 def test_examples_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     text = page.read_text()
-    names: dict[str, object] = {"__name__": f"docs_{page.stem}"}
+    module = types.ModuleType(f"docs_{page.stem}")
+    monkeypatch.setitem(sys.modules, module.__name__, module)  # dataclasses look their module up
     for match in BLOCK.finditer(text):
         line = text[: match.start()].count("\n") + 1
         # Padded, so that errors and captured source lines show the page's own line.
-        exec(compile("\n" * line + match.group(1), str(page), "exec"), names)
+        exec(compile("\n" * line + match.group(1), str(page), "exec"), module.__dict__)
 
 
 def test_links_lead_somewhere() -> None:
     for page in PAGES:
-        for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text()):
+        for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", BLOCK.sub("", page.read_text())):
             assert "://" in target or (page.parent / target).exists(), f"{page.name}: {target}"
