@@ -1,4 +1,4 @@
-"""The oracle of the capture tests: replay a captured program node by node on real tensors and compare with eager, bit for bit."""
+"""The oracle of the capture tests: replay a program node by node on real tensors and compare with eager, bit for bit."""
 
 from __future__ import annotations
 
@@ -49,7 +49,13 @@ def snapshot(world: World) -> dict[str, Any]:
 
     out: dict[str, Any] = {path: describe(slot) for path, slot in world.slots.items()}
     out.update(world.numbers)
-    out.update({f"signature {k}": v for k, v in world.signature.items() if not (isinstance(v, tuple) and v[0] in ("hooks", "function"))})
+    out.update(
+        {
+            f"signature {k}": v
+            for k, v in world.signature.items()
+            if not (isinstance(v, tuple) and v[0] in ("hooks", "function"))
+        }
+    )
     return out
 
 
@@ -79,8 +85,12 @@ def same(a: Any, b: Any, where: str, exact: bool = True) -> None:
 
 
 def check(
-    step: Callable[..., Any], make: Callable[[], tuple[Any, ...]], batches: list[tuple[Any, ...]], exact: bool = True,
-    between: Callable[..., None] | None = None, captures: int | None = None,
+    step: Callable[..., Any],
+    make: Callable[[], tuple[Any, ...]],
+    batches: list[tuple[Any, ...]],
+    exact: bool = True,
+    between: Callable[..., None] | None = None,
+    captures: int | None = None,
 ) -> list[Captured]:
     """Run eager and captured side by side, with one capture per new key; gives the captures.
 

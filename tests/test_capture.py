@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from capture_replay import check, replay
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from capture_replay import check, replay
 from shardc import ops
 from shardc.capture import capture, observe, why
 from shardc.errors import CaptureError
@@ -43,7 +43,9 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    def __init__(self, vocab: int = 11, width: int = 8, layers: int = 2, heads: int = 2, length: int = 6, tied: bool = False) -> None:
+    def __init__(
+        self, vocab: int = 11, width: int = 8, layers: int = 2, heads: int = 2, length: int = 6, tied: bool = False
+    ) -> None:
         super().__init__()
         self.wte, self.wpe = nn.Embedding(vocab, width), nn.Embedding(length, width)
         self.h = nn.ModuleList(Block(width, heads) for _ in range(layers))
@@ -156,7 +158,13 @@ def test_gpt_is_bitwise_up_to_the_update() -> None:
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_gpt_adamw(tied: bool) -> None:
-    found = check(lm_step, with_optimizer(lambda: GPT(tied=tied).double(), torch.optim.AdamW, lr=1e-3, eps=1e-5), tokens(), exact=False, captures=2)
+    found = check(
+        lm_step,
+        with_optimizer(lambda: GPT(tied=tied).double(), torch.optim.AdamW, lr=1e-3, eps=1e-5),
+        tokens(),
+        exact=False,
+        captures=2,
+    )
     program = found[-1].program
     n = len([s for s in program.slots.values() if s.kind is SlotKind.PARAMETER])
     assert sum("shardc.adam" in str(node.target) for node in program.compute_nodes()) == n
@@ -197,7 +205,9 @@ def test_batchnorm_unused_and_frozen_parameters(plain_ops: None) -> None:
 
 
 def test_several_modules_and_optimizers(plain_ops: None) -> None:
-    def gan(g: nn.Module, d: nn.Module, optimizers: dict[str, Any], noise: Tensor, real: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    def gan(
+        g: nn.Module, d: nn.Module, optimizers: dict[str, Any], noise: Tensor, real: Tensor
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         fake = g(noise)
         optimizers["d"].zero_grad()
         loss_d = F.softplus(d(fake.detach())).mean() + F.softplus(-d(real)).mean()
@@ -214,11 +224,20 @@ def test_several_modules_and_optimizers(plain_ops: None) -> None:
         return loss_g, {"d": loss_d}
 
     def make() -> tuple[Any, ...]:
-        g, d = nn.Sequential(nn.Linear(2, 4), nn.ReLU(), nn.Linear(4, 5)), nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 1))
-        return g, d, {"g": torch.optim.AdamW(g.parameters(), lr=0.01, foreach=False), "d": torch.optim.SGD(d.parameters(), lr=0.1)}
+        g, d = (
+            nn.Sequential(nn.Linear(2, 4), nn.ReLU(), nn.Linear(4, 5)),
+            nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 1)),
+        )
+        return (
+            g,
+            d,
+            {"g": torch.optim.AdamW(g.parameters(), lr=0.01, foreach=False), "d": torch.optim.SGD(d.parameters(), lr=0.1)},
+        )
 
     gen = torch.Generator().manual_seed(1)
-    found = check(gan, make, [(torch.randn(3, 2, generator=gen), torch.randn(3, 5, generator=gen)) for _ in range(3)], captures=2)
+    found = check(
+        gan, make, [(torch.randn(3, 2, generator=gen), torch.randn(3, 5, generator=gen)) for _ in range(3)], captures=2
+    )
     phases = [found[0].program.info[n].phase for n in found[0].program.compute_nodes()]
     runs = [p for i, p in enumerate(phases) if i == 0 or phases[i - 1] is not p]
     assert runs.count(Phase.UPDATE) >= 2 and runs[-1] is Phase.UPDATE

@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+from capture_replay import check
+from test_capture import GPT, MLP, batches, lm_step, mlp_step, plain_ops, tokens, with_optimizer
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from capture_replay import check
 from shardc.capture import capture, observe
 from shardc.errors import CaptureError
-from test_capture import GPT, MLP, batches, lm_step, mlp_step, plain_ops, tokens, with_optimizer
 
 __all__ = ["plain_ops"]
 
@@ -194,7 +194,9 @@ def test_sam_moves_parameters_and_back() -> None:
         optimizer.zero_grad()
         return loss
 
-    found = check(step, with_optimizer(lambda: GPT(layers=1).double(), torch.optim.SGD, lr=0.1), tokens(2), exact=False, captures=1)
+    found = check(
+        step, with_optimizer(lambda: GPT(layers=1).double(), torch.optim.SGD, lr=0.1), tokens(2), exact=False, captures=1
+    )
     program = found[0].program
     assert len([n for n, path in program.versions.items() if path == "model.head.weight"]) >= 3
 
@@ -205,7 +207,9 @@ def test_uncaptured_objects_are_the_same_after(plain_ops: None) -> None:
     ids = [id(p) for p in model.parameters()]
     args = (model, optimizer, *tokens(1)[0])
     capture(lm_step, args, {}, observe(lm_step, args, {}))
-    assert ids == [id(p) for p in model.parameters()] and not optimizer.state and all(p.grad is None for p in model.parameters())
+    assert (
+        ids == [id(p) for p in model.parameters()] and not optimizer.state and all(p.grad is None for p in model.parameters())
+    )
 
 
 def test_checkpoint_repeats_its_draws(plain_ops: None) -> None:

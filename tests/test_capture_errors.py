@@ -86,7 +86,7 @@ def test_printing(how: str) -> None:
         elif how == "format":
             print(f"{loss.item():.3f}")
         elif how == "percent":
-            print("%.3f" % loss.item())
+            print("%.3f" % loss.item())  # noqa: UP031
         else:
             str(loss.detach())
         return loss

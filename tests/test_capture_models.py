@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from capture_replay import check
 from torch import Tensor
 
-from capture_replay import check
 from shardc import ops
 
 with warnings.catch_warnings():
@@ -23,11 +23,21 @@ MODELS: dict[str, Any] = {
     "llama": lambda: tf.LlamaForCausalLM(tf.LlamaConfig(**TEXT, num_hidden_layers=2, num_key_value_heads=1)),
     "bert": lambda: tf.BertForMaskedLM(tf.BertConfig(**TEXT, num_hidden_layers=2)),
     "t5": lambda: tf.T5ForConditionalGeneration(
-        tf.T5Config(vocab_size=19, d_model=8, d_kv=4, d_ff=12, num_layers=2, num_heads=2, decoder_start_token_id=0, pad_token_id=0)
+        tf.T5Config(
+            vocab_size=19, d_model=8, d_kv=4, d_ff=12, num_layers=2, num_heads=2, decoder_start_token_id=0, pad_token_id=0
+        )
     ),
     "qwen2": lambda: tf.Qwen2ForCausalLM(tf.Qwen2Config(**TEXT, num_hidden_layers=2, num_key_value_heads=2)),
     "vit": lambda: tf.ViTForImageClassification(
-        tf.ViTConfig(hidden_size=8, num_hidden_layers=2, num_attention_heads=2, intermediate_size=12, image_size=8, patch_size=4, num_labels=3)
+        tf.ViTConfig(
+            hidden_size=8,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            intermediate_size=12,
+            image_size=8,
+            patch_size=4,
+            num_labels=3,
+        )
     ),
     "resnet": lambda: tf.ResNetForImageClassification(
         tf.ResNetConfig(embedding_size=4, hidden_sizes=[4, 8], depths=[1, 1], num_labels=3, layer_type="basic")

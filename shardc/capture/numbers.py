@@ -140,8 +140,9 @@ class Number(SymNode):
             )
         node = self.recorded()
         assert isinstance(node, fx.Node)
-        self.tape.guard(node, self._hint)
-        return self._hint
+        value: float | int | bool = self._hint
+        self.tape.guard(node, value)
+        return value
 
     def evaluate(self, size_oblivious: bool = False) -> bool | int | float:
         return self.decide()
