@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from shardc.rules import decompose_losses, decompose_norms
-from shardc.rules.arithmetic import aten, cast, constant, total, wide
+from shardc.rules.arithmetic import aten, cast, constant, total, view, wide
 from shardc.rules.call import overload
 
 Decomposition = Callable[..., Any]
@@ -62,7 +62,7 @@ def var(x: Tensor, dim: Any = None, *, correction: float | None = None, keepdim:
 
 
 def std(x: Tensor, dim: Any = None, *, correction: float | None = None, keepdim: bool = False) -> Tensor:
-    return aten.sqrt.default(_moments(x, dim, correction, keepdim)[0])
+    return std_mean(x, dim, correction=correction, keepdim=keepdim)[0]
 
 
 def var_mean(x: Tensor, dim: Any = None, *, correction: float | None = None, keepdim: bool = False) -> tuple[Tensor, Tensor]:
@@ -111,13 +111,13 @@ def logsumexp(x: Tensor, dim: Sequence[int], keepdim: bool = False) -> Tensor:
     top = aten.where.self(aten.isinf.default(top), constant(0, x, dtype=x.dtype), top)
     out = aten.log.default(total(aten.exp.default(aten.sub.Tensor(x, top)), dims, True))
     out = aten.add.Tensor(out, top)
-    return out if keepdim else aten.view.default(out, [n for k, n in enumerate(x.shape) if k not in dims])
+    return out if keepdim else view(out, [n for k, n in enumerate(x.shape) if k not in dims])
 
 
 def squeeze(x: Tensor, dim: Any = None) -> Tensor:
     """A part of a larger dim may have size one, and must keep it: the resulting shape is said outright."""
     dims = range(x.dim()) if dim is None else _dims(x, dim) if dim != [] else []
-    return aten.view.default(x, [n for k, n in enumerate(x.shape) if not (k in dims and n == 1)])
+    return view(x, [n for k, n in enumerate(x.shape) if not (k in dims and n == 1)])
 
 
 def _filled(value: float) -> Decomposition:
@@ -146,16 +146,20 @@ def new_strided(x: Tensor, size: Sequence[int], stride: Sequence[int], *, dtype:
     return constant(0, x, list(size), dtype or x.dtype)
 
 
+def _plus(product: Any, bias: Any, beta: float, alpha: float) -> Tensor:
+    product = product if alpha == 1 else aten.mul.Scalar(product, alpha)
+    out: Tensor = aten.add.Tensor(product, bias if beta == 1 else aten.mul.Scalar(bias, beta))
+    return out
+
+
 def addmm(bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
     product = aten.mm.default(a, b)
-    product = product if alpha == 1 else aten.mul.Scalar(product, alpha)
-    return aten.add.Tensor(product, bias if beta == 1 else aten.mul.Scalar(bias, beta))
+    return _plus(product, bias, beta, alpha)
 
 
 def baddbmm(bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
     product = aten.bmm.default(a, b)
-    product = product if alpha == 1 else aten.mul.Scalar(product, alpha)
-    return aten.add.Tensor(product, bias if beta == 1 else aten.mul.Scalar(bias, beta))
+    return _plus(product, bias, beta, alpha)
 
 
 ALWAYS: dict[str, Decomposition] = {

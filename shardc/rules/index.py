@@ -36,7 +36,7 @@ def _indexed(call: Call, draft: Draft) -> tuple[list[DimFactors], list[DimFactor
             "a boolean mask picks as many elements as the data says",
             "torch.where(mask, x, 0), x * mask, or masked_fill keep the shape",
         )
-    picked = torch.broadcast_shapes(*(t.shape for t in tensors))
+    picked = torch.broadcast_shapes(*(t.shape for t in tensors))  # type: ignore[no-untyped-call]
     whole = [draft.new(n, WHOLE if k in taken else "pass") for k, n in enumerate(shape)]
     batch = draft.fresh(picked)
     rest = [d for k, d in enumerate(whole) if k not in taken]
@@ -126,7 +126,7 @@ def index_write(linear: str) -> Builder:
         dims = [draft.new(n, WHOLE if i == k else "pass") for i, n in enumerate(x.shape)]
         at = draft.fresh(index.shape, WHOLE)
         src = [[*dims[:k], *(at or [()]), *dims[k + 1 :]]] if len(call.operands) > 2 and call.operands[2].shape else []
-        rest = [[]] * (len(call.operands) - 2 - len(src))
+        rest: list[list[DimFactors]] = [[]] * (len(call.operands) - 2 - len(src))
         return draft.rule([dims, at, *src, *rest], [dims], sets(linear))
 
     return build

@@ -107,6 +107,7 @@ TABLE: dict[str, Builder] = {
     "aten.linalg_solve_triangular.default": whole,
     "aten._embedding_bag.default": whole,
     "aten._embedding_bag_dense_backward.default": whole,
+    "aten._embedding_bag_backward.default": whole,
     "aten.embedding_renorm.default": whole,
     "aten.multi_margin_loss.default": whole,
     "aten.multi_margin_loss_backward.default": whole,

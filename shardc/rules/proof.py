@@ -132,6 +132,12 @@ def part(x: Tensor, spec: ShardSpec, mesh: Mesh, coord: Coord) -> Tensor:
     return x
 
 
+def _feed(parts: Sequence[Tensor]) -> Callable[[Any], Tensor]:
+    """Puts these tensors, in order, in the places of the operands."""
+    rest = iter(parts)
+    return lambda _: next(rest)
+
+
 def _evaluated(tree: Any, mesh: Mesh, coord: Coord) -> Any:
     if isinstance(tree, Local):
         return list(tree.spec.local_shape(mesh, coord))
@@ -150,10 +156,12 @@ def _split(
     ins = [spec_of(f, rule, factor) for f in rule.operands]
     outs = [None if f is None else spec_of(f, rule, factor) for f in rule.results]
     kind = rule.kind(factor)
+    operands = tensor_operands(args, kwargs, is_tensor)
     parts: list[list[Tensor | None]] = []
     for coord in mesh.coords():
-        feed = iter(ins)
-        local = map_operands(args, kwargs, lambda x, c=coord, f=feed: part(x, next(f), mesh, c), is_tensor)
+        local = map_operands(
+            args, kwargs, _feed([part(x, s, mesh, coord) for x, s in zip(operands, ins, strict=True)]), is_tensor
+        )
         local = localise(op, rule, *local, outs, ins)
         local = (_evaluated(local[0], mesh, coord), {k: _evaluated(v, mesh, coord) for k, v in local[1].items()})
         made = _unread(results, outs, factor, rule, mesh, coord)
@@ -211,7 +219,7 @@ def _recombined(whole: Tensor, spec: ShardSpec, pieces: list[Tensor | None], kin
 
 def reduce(tensors: Sequence[Tensor], kind: str) -> Tensor:
     """The sum, maximum or minimum of the parts of a partial value."""
-    function: Callable[[Tensor, Tensor], Tensor] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}[kind]
+    function: Callable[[Tensor, Tensor], Tensor] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}[kind]  # type: ignore[assignment]
     out = tensors[0]
     for t in tensors[1:]:
         out = function(out, t)
@@ -257,8 +265,8 @@ def _partial(
     cut = {k: terms(operands[k], reduction) for k in linear}
     parts = []
     for rank in range(3):
-        count = itertools.count()
-        local = map_operands(args, kwargs, lambda x, r=rank, c=count: cut[k][r] if (k := next(c)) in cut else x, is_tensor)
+        own = [cut[k][rank] if k in cut else x for k, x in enumerate(operands)]
+        local = map_operands(args, kwargs, _feed(own), is_tensor)
         parts.append(flat(op(*local[0], **local[1])))
     for k, whole in enumerate(results):
         pieces = [p[k] for p in parts]
@@ -326,8 +334,7 @@ def _run_layout(
             cuts.append([x, x] if place == "whole" else terms(x, "sum", 2))
     parts = []
     for rank in range(2):
-        feed = iter(cuts)
-        local = map_operands(args, kwargs, lambda _, r=rank, f=feed: next(f)[r], is_tensor)
+        local = map_operands(args, kwargs, _feed([cut[rank] for cut in cuts]), is_tensor)
         try:
             parts.append(flat(op(*local[0], **local[1])))
         except (RuntimeError, IndexError, ValueError):

@@ -72,7 +72,7 @@ def networks() -> Iterator[Sample]:
     volume = ints(2, 3, 4, 6, 8)
     pooled, where = aten.max_pool3d_with_indices.default(volume, [2, 2, 2])
     yield call(aten.max_pool3d_with_indices.default, volume, [2, 2, 2])
-    three = ([2, 2, 2], [], [0, 0, 0])
+    three: tuple[list[int], ...] = ([2, 2, 2], [], [0, 0, 0])
     yield call(aten.max_pool3d_with_indices_backward.default, pooled, volume, *three, [1, 1, 1], False, where)
     yield call(aten.avg_pool3d.default, volume, [2, 2, 2])
     yield call(aten.avg_pool3d_backward.default, pooled, volume, *three, False, True, None)
@@ -110,6 +110,7 @@ def networks() -> Iterator[Sample]:
     out = aten._embedding_bag.default(ints(7, 5), *bag, False, 1)
     yield call(aten._embedding_bag.default, ints(7, 5), *bag, False, 1)
     yield call(aten._embedding_bag_dense_backward.default, ints(3, 5), bag[0], *out[1:], 7, False, 1, None)
+    yield call(aten._embedding_bag_backward.default, ints(3, 5), *bag, *out[1:], 7, False, 1, False, None)
     yield call(aten.embedding_renorm.default, ints(7, 5), index(3, below=7), 1.0, 2.0)
     margin = aten.multilabel_margin_loss_forward.default(ints(4, 3), index(4, 3, below=3), 1)
     yield call(aten.multi_margin_loss.default, ints(4, 3), index(4, below=3))
@@ -220,7 +221,7 @@ def updates() -> Iterator[Sample]:
     for name in BUILT_IN:
         if name.startswith("shardc.") and (op := overload(name)) is not None and "sdpa" not in name:
             for shape in ((4, 3), ()):
-                args = []
+                args: list[Any] = []
                 for a in op._schema.arguments:
                     if str(a.type) == "Tensor":
                         args.append(torch.tensor(2.0) if a.name == "step" else ints(*shape, lo=1, hi=6 + len(args)))
