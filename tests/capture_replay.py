@@ -112,6 +112,8 @@ def check(
         args = (*ours, *batch)
         world = observe(step, args, {})
         before = snapshot(world)
+        for c in (c for cs in variants.values() for c in cs):
+            world.carry(c.carried)
         known = [c for c in variants.get(world.key, []) if c.admits(world.numbers)]
         if not known:
             known = [capture(step, args, {}, world)]

@@ -251,3 +251,35 @@ def test_an_error_leaves_no_flag_behind() -> None:
     with pytest.raises(CaptureError, match="Python needs the value"):
         capture(step, args, {}, observe(step, args, {}))
     assert not torch.compiler.is_compiling()
+
+
+def test_counters_and_kept_numbers_are_carried(plain_ops: None) -> None:
+    class Counted(MLP):
+        def __init__(self) -> None:
+            super().__init__()
+            self.calls, self.average, self.even = 0, 0.0, 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            return super().forward(x) / self.calls
+
+    def step(model: Any, optimizer: Any, x: Tensor, y: Tensor) -> Any:
+        loss = mlp_step(model, optimizer, x, y)
+        model.average = 0.9 * model.average + 0.1 * loss.item()
+        return loss, model.calls
+
+    found = check(step, with_optimizer(Counted, torch.optim.SGD, lr=0.1), batches(5), captures=1)
+    assert found[0].carried == {"model.calls", "model.average"}
+
+
+def test_a_decision_on_a_counter_is_a_guard(plain_ops: None) -> None:
+    def step(model: Any, optimizer: Any, state: dict[str, int], x: Tensor, y: Tensor) -> Tensor:
+        state["step"] += 1
+        if state["step"] % 2 == 0:
+            x = x * 2
+        return mlp_step(model, optimizer, x, y)
+
+    def make() -> tuple[Any, ...]:
+        return (*with_optimizer(MLP, torch.optim.SGD, lr=0.1)(), {"step": 0})
+
+    check(step, make, batches(6), captures=2)

@@ -120,7 +120,7 @@ def test_number_kept_as_attribute() -> None:
         return loss
 
     model, *rest = world()
-    model.last = 0.0
+    model.last = None
     assert "model.last" in refuse(step, "every later call", model, *rest, line=False)
 
 
@@ -141,8 +141,10 @@ def test_global_assigned() -> None:
     observe(step, world(), {})
     args = world()
     found = capture(step, args, {}, observe(step, args, {}))
-    assert [a[1:] for a in found.effects.assigned.values()] == [("COUNT", 1)] and COUNT == 0
-    found.effects.commit(observe(step, args, {}), {p: torch.empty(0) for p in found.program.exit})
+    assert found.carried == {"COUNT"} and COUNT == 0
+    after = observe(step, args, {})
+    after.carry(found.carried)
+    found.effects.commit(after, {p: torch.empty(0) for p in found.program.exit}, None, {"COUNT": 1})
     assert COUNT == 1
 
 

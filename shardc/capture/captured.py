@@ -21,18 +21,22 @@ class Captured:
         effects: what a run changes in the user's objects beyond the slots written in place.
         constants: tensors that the code made from Python data, or that it reaches in places that are not walked; inputs of the
             program under the same names (``const[0]``).
+        carried: paths of plain numbers that the step changes; a later call's world matches only after `World.carry(carried)`.
         guards: conditions on the numbers that this program was captured under, see `admits`.
+        guard_numbers: placeholders of the numbers, by path.
     """
 
     program: Program
     effects: Effects
     constants: dict[str, Tensor] = field(default_factory=dict)
+    carried: frozenset[str] = frozenset()
     guards: list[tuple[fx.Node, Any]] = field(default_factory=list)
+    guard_numbers: dict[str, fx.Node] = field(default_factory=dict)
 
     def admits(self, numbers: dict[str, float]) -> bool:
         """Whether the decisions Python took on numbers (``if weight_decay != 0``) come out the same for these numbers."""
         env: dict[fx.Node, Any] = {}
-        by_node = {node: path for path, node in self._guard_numbers.items()}
+        by_node = {node: path for path, node in self.guard_numbers.items()}
 
         def value(node: Any) -> Any:
             if not isinstance(node, fx.Node):
@@ -45,8 +49,6 @@ class Captured:
             return env[node]
 
         return all(_alike(value(node), expected) for node, expected in self.guards)
-
-    _guard_numbers: dict[str, fx.Node] = field(default_factory=dict)
 
     def rebuild(self, values: list[Any]) -> Any:
         """The step's result from the values of `program.results`."""

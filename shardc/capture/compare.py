@@ -51,10 +51,19 @@ def _walk_twin(trace: Trace, arguments: dict[str, Any]) -> World:
     return walk_world(arguments, outside, twin=True)
 
 
+class Carry(Exception):
+    """Plain numbers change in the step: it is traced again with them as inputs."""
+
+    def __init__(self, paths: frozenset[str]) -> None:
+        super().__init__()
+        self.paths = paths
+
+
 class _Comparison:
     def __init__(self, trace: Trace, new: World) -> None:
         self.trace, self.old, self.new = trace, trace.world, new
         self.program, self.effects = trace.program, Effects()
+        self.counters: set[str] = set()
 
     def run(self) -> Effects:
         self._inputs()
@@ -66,6 +75,8 @@ class _Comparison:
             elif self.old.signature[path] != value:
                 self._changed(path, self.old.signature[path], value)
         self._gone()
+        if self.counters:
+            raise Carry(frozenset(self.counters))
         self.effects.stepped, self.effects.scheduled = self.trace.stepped, self.trace.scheduled
         return self.effects
 
@@ -186,21 +197,25 @@ class _Comparison:
         )
 
     def _changed(self, path: str, old: Any, new: Any) -> None:
-        if path in self.new.numbers:
-            if old[1] != new[1]:
-                raise CaptureError(f"{path} changes from {old[1]} to {new[1]}", where=path)
-            return
         kind = new[0]
+        if path in self.old.numbers:
+            if path not in self.new.numbers:
+                self.effects.constants[path] = self.new.atoms[path]
+            return
         if kind == "tensor" and old[0] == "tensor":
             return  # seen with the slots
-        if kind == "value" and old[0] == "value":
+        value = self.new.numbers[path] if path in self.new.numbers else self.new.atoms.get(path)
+        number = is_symbol(value) or type(value) in (int, float)
+        if number and old[0] == "value" and path in self.old.places:
+            self.counters.add(path)
+        elif kind == "value" and old[0] == "value":
             owner, key = self._place(path)
             self.effects.assigned[path] = (owner, key, self.new.atoms[path])
         elif kind == "module" and old[:2] == new[:2]:
             self.effects.training[path] = new[2]
         elif kind == "state" or (kind in ("dict", "object") and old[:2] == new[:2]):
             return  # its entries are seen one by one
-        elif kind == "symbol":
+        elif path in self.new.numbers:
             raise CaptureError(
                 f"a number computed from a tensor is kept in {path}, so that every later call would be another program",
                 where=path, hint="keep it as a tensor, or return it from the step",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTens
 from shardc import _torch, ops
 from shardc.capture.captured import Captured
 from shardc.capture.checks import check_storages_and_devices, refusals
-from shardc.capture.compare import after
+from shardc.capture.compare import Carry, after
 from shardc.capture.effects import Effects
 from shardc.capture.numbers import Number, is_symbol, symbol
 from shardc.capture.recorder import Recorder
@@ -40,14 +41,22 @@ def capture(
         fn: the step.
         args: its positional arguments, real or meta tensors, DTensors where state is sharded.
         kwargs: its keyword arguments.
-        world: `observe(fn, args, kwargs)`.
+        world: `observe(fn, args, kwargs)`. Plain numbers that the step changes (counters) become numbers of it, see `World.carry`.
         input_types: global types of inputs of which the arguments hold a part.
 
     Raises:
         CaptureError: the step does something that a program cannot hold; names what and the line.
     """
     check_storages_and_devices(world)
-    return Trace(fn, args, kwargs, world, input_types or {}).run()
+    carried: frozenset[str] = frozenset()
+    while True:
+        try:
+            found = Trace(fn, args, kwargs, world, input_types or {}).run()
+        except Carry as more:
+            carried |= more.paths
+            world.carry(carried)
+        else:
+            return replace(found, carried=carried)
 
 
 class Trace:
@@ -93,7 +102,9 @@ class Trace:
             self._results(result)
         self._finish(effects)
         numbers = {path: node for path, node in self.program.numbers.items()}
-        return Captured(self.program, effects, self.recorder.constants, self.recorder.guards, numbers)
+        return Captured(
+            self.program, effects, self.recorder.constants, guards=self.recorder.guards, guard_numbers=numbers
+        )  # fmt: skip
 
     def _copy(self, obj: Any) -> Any:
         return self.twin.copy(obj)
@@ -222,7 +233,7 @@ class Trace:
             node = self.recorder.number(path)
             self.program.numbers[path] = node
             sym = symbol(Number(self.recorder, node, type(value), value))
-            twin = self.twin.memo[id(holder)]
+            twin = self.twin.namespace(holder)
             if index is None:
                 write(twin, key, sym)
             else:
@@ -286,5 +297,4 @@ def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 def _own_attributes(real: Tensor) -> Iterator[tuple[str, Any]]:
     """Attributes that the user set on a tensor."""
-    if type(real) in (Tensor, torch.nn.Parameter, torch.nn.Buffer):
-        yield from ((k, v) for k, v in real.__dict__.items() if not k.startswith("_"))
+    yield from ((k, v) for k, v in real.__dict__.items() if not k.startswith("_"))

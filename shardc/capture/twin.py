@@ -164,8 +164,8 @@ class Twin:
 
     def namespace(self, holder: Any) -> Any:
         """The twin of a closure cell or of a dict of globals (the original where it was not copied)."""
-        if isinstance(holder, dict):
-            return self._globals[id(holder)][0] if id(holder) in self._globals else holder
+        if id(holder) in self._globals:
+            return self._globals[id(holder)][0]
         return self.memo.get(id(holder), holder)
 
     def rebound_globals(self) -> list[str]:

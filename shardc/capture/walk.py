@@ -101,6 +101,8 @@ class _Walk:
     def visit(self, path: str, obj: Any, holder: Any, key: Any, data: bool) -> None:
         if self.index:
             self.world.places[path] = (holder, key)
+        elif type(obj) in (int, float) and holder is not None and type(holder) is not tuple:
+            self.world.places[path] = (holder, key)
         if isinstance(obj, ATOMS):
             self.world.signature[path] = ("value", obj) if not isinstance(obj, float) else ("value", repr(obj))
             if self.index:
@@ -110,7 +112,7 @@ class _Walk:
             self.tensor(path, obj, holder, key, SlotKind.TENSOR, data)
             return
         if is_symbol(obj):
-            self.world.signature[path] = ("symbol",)
+            self.number(path, obj, holder, key, None)
             return
         if id(obj) in self.seen:
             return

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import types
-from collections.abc import Hashable, MutableMapping
+from collections.abc import Hashable, Iterable, MutableMapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -96,11 +96,26 @@ class World:
     optimizers: dict[str, Optimizer] = dataclasses.field(default_factory=dict)
     schedulers: dict[str, LRScheduler] = dataclasses.field(default_factory=dict)
     outside: list[Resolved] = dataclasses.field(default_factory=list)  # closures and globals the code names
-    # filled by a walk that indexes, see `containers`
-    places: dict[str, tuple[Any, Any]] = dataclasses.field(default_factory=dict)  # path -> (container, key)
+    places: dict[str, tuple[Any, Any]] = dataclasses.field(default_factory=dict)  # path -> (container, key); of numbers
+    # filled by a walk that indexes (which also fills `places` for everything), see `walk.containers`
     names: dict[int, str] = dataclasses.field(default_factory=dict)  # id of a container -> its path
     objects: dict[str, Any] = dataclasses.field(default_factory=dict)  # path -> container
     atoms: dict[str, Any] = dataclasses.field(default_factory=dict)  # path -> plain value
+
+    def carry(self, paths: Iterable[str]) -> None:
+        """Make plain numbers of the user's objects (a counter ``model.calls``) inputs of the program instead of constants.
+
+        Paths that are absent, or not of type int or float, are left alone.
+        """
+        for path in paths:
+            entry = self.signature.get(path)
+            if path not in self.numbers and isinstance(entry, tuple) and entry[0] == "value" and path in self.places:
+                holder, key = self.places[path]
+                value = read(holder, key)
+                if type(value) in (int, float):
+                    self.numbers[path], self.number_holders[path] = value, (holder, key, None)
+                    self.signature[path] = ("number", type(value).__name__)
+        self.__dict__.pop("key", None)
 
     def set_number(self, path: str, value: float) -> None:
         """Write a number of `numbers` into the user's objects."""
