@@ -162,25 +162,39 @@ class CompiledStep:
             raise StateError(
                 f"the state is that of half a step: {self._poisoned}", hint="load a checkpoint into new objects, or stop"
             )
-        world = observe(self.fn, args, kwargs)
-        host = self._settled(world)
-        self._watch.check(world.slots.values())
+        world, host = self._seen(args, kwargs)
         static = [f"{p}: {v}" for p, v in world.signature.items() if p not in world.inputs]
         call = host.meet(world, self.options, self._signature(world), lambda: "\n".join(static))
         variant = self._find(world, call)
         new = variant is None
         if variant is None:
-            variant = self._compile(args, kwargs, world, call, host)
+            with host.together("program"):
+                variant = self._compile(args, kwargs, world, call, host)
+            host.agree({"plan": variant.plan.hash, "program": str(variant.captured.program)})
+            self.variants.append(variant)
         if new or not self._arguments:
             owners = [*world.arguments.values(), *(o.value for o in world.outside)]
-            if host.place(world, variant.plan, owners):
-                world = observe(self.fn, args, kwargs)
+            with host.together("state"):
+                moved = host.place(world, variant.plan, owners)
+            host.agree({"state": "in place"})
+            if moved:
+                world = self._observe(args, kwargs)
         self._arguments = world.arguments
         out = self._run(variant, world, call, host)
         if variant.captured.effects.created or variant.captured.effects.deleted or variant.calls == 1:
-            world = observe(self.fn, args, kwargs)
+            world = self._observe(args, kwargs)
         self._watch.remember(world.slots.values())
         return out
+
+    def _seen(self, args: Any, kwargs: Any) -> tuple[World, Host]:
+        """What the call can reach, checked against what the last step left; and where the step runs."""
+        if self._host is None:
+            world = self._observe(args, kwargs)
+            return world, self._settled(world)
+        with self._host.together("call"):
+            world = self._observe(args, kwargs)
+            self._watch.check(world.slots.values())
+        return world, self._host
 
     def _run(self, variant: Variant, world: World, call: Call, host: Host) -> Any:
         inputs: dict[str, Any] = {**world.inputs, **variant.captured.constants, **world.numbers}
@@ -224,6 +238,9 @@ class CompiledStep:
             lines.append(f"random generator: {zlib.crc32(bytes(torch.default_generator.get_state().tolist()))}")
         return "\n".join(lines)
 
+    def _observe(self, args: Any, kwargs: Any) -> World:
+        return observe(self.fn, args, kwargs, {path for v in self.variants for path in v.captured.carried})
+
     def _find(self, world: World, call: Call) -> Variant | None:
         for v in self.variants:
             if v.types == call.types and _same_key(v.world, world) and v.captured.admits(world.numbers):
@@ -239,10 +256,8 @@ class CompiledStep:
             )
         captured = capture(self.fn, args, kwargs, world, call.types)
         plan = self._planned(captured, self.options.mesh)
-        host.agree({"plan": plan.hash, "program": str(captured.program)})
         variant = Variant(f"{self.__name__}#{len(self.variants)}", self._reason(world, call), plan, captured, world, call.types)
         variant.executors = host.executors(plan)
-        self.variants.append(variant)
         return variant
 
     def _reason(self, world: World, call: Call) -> str:
@@ -262,7 +277,8 @@ class CompiledStep:
         if self.options.plan is not None:
             saved = Plan.load(self.options.plan)
             saved.check_fits(final.slots, {p: final.type(n) for p, n in final.inputs.items()}, mesh)
-            return saved
+            if set(saved.entry) == set(final.entry):  # not the first step of a fresh optimizer, which creates its state
+                return saved
         return build(final, options=shown, stages=stages)
 
     # -- planning --------------------------------------------------------------------------------------------------
@@ -277,14 +293,14 @@ class CompiledStep:
         Returns:
             The steady-state plan, with optimizer state present, also for a fresh optimizer.
         """
-        world = observe(self.fn, args, kwargs)
+        world = self._observe(args, kwargs)
         mesh = self.options.mesh
         if -1 in mesh.shape:
             mesh = mesh.resolve(1 if mesh.simulated else int(os.environ.get("WORLD_SIZE", 1)))
         types = self._global_types(world, mesh)
         captured = capture(self.fn, args, kwargs, world, types)
         with captured.effects.pretended(world, captured.program.slots):
-            steady = observe(self.fn, args, kwargs)
+            steady = self._observe(args, kwargs)
             if not _same_key(steady, world):
                 captured = capture(self.fn, args, kwargs, steady, types)
         self._plan = self._planned(captured, mesh)

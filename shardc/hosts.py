@@ -4,7 +4,8 @@ the user gets."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, Protocol
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from shardc.capture.world import World
-from shardc.errors import InputError
+from shardc.errors import AgreementError, InputError, RuntimeFailure
 from shardc.instructions import Input, Return
 from shardc.options import Options
 from shardc.plan import Plan
@@ -61,6 +62,9 @@ class Host(Protocol):
     def meet(self, world: World, options: Options, signature: str, static: Callable[[], str]) -> Call: ...
 
     def agree(self, what: Mapping[str, str]) -> None: ...
+
+    def together(self, what: str) -> contextlib.AbstractContextManager[None]:
+        """Around what each rank does alone: if it fails on one, the others are told and stop too."""
 
     def place(self, world: World, plan: Plan, owners: Sequence[object]) -> bool:
         """Put state where the plan wants it; True if the user's objects were replaced (observe anew)."""
@@ -131,6 +135,9 @@ class LocalHost:
 
     def agree(self, what: Mapping[str, str]) -> None:
         pass
+
+    def together(self, what: str) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
 
     def place(self, world: World, plan: Plan, owners: Sequence[object]) -> bool:
         return shard_module_state(world.slots.values(), _storage(plan), self.ranks, owners, compare=False)
@@ -212,6 +219,16 @@ class ProcessHost:
 
     def agree(self, what: Mapping[str, str]) -> None:
         agree(self.ranks, what)
+
+    @contextlib.contextmanager
+    def together(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            if not isinstance(error, (AgreementError, RuntimeFailure)):  # those were raised on all ranks
+                with contextlib.suppress(AgreementError, RuntimeFailure):
+                    agree(self.ranks, {what: f"failed: {type(error).__name__}: {error}"})
+            raise
 
     def place(self, world: World, plan: Plan, owners: Sequence[object]) -> bool:
         return shard_module_state(world.slots.values(), _storage(plan), self.ranks, owners)

@@ -13,8 +13,10 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from shardc.errors import AgreementError
+from shardc.runtime.failure import wait
 from shardc.runtime.world import Ranks
 
 WIDTH = 32
@@ -89,8 +91,17 @@ def _all_gather(ranks: Ranks, row: Sequence[int], width: int) -> list[list[int]]
     mine[: len(row)] = torch.tensor(list(row), dtype=torch.int64)
     mine = mine.to(ranks.host_device)
     parts = [torch.empty_like(mine) for _ in range(ranks.world)]
-    dist.all_gather(parts, mine)
+    gather(parts, mine)
     return [[int(x) for x in part.tolist()] for part in parts]
+
+
+def gather(parts: list[Tensor], mine: Tensor) -> None:
+    """all_gather over the default group, that ends when another rank has failed."""
+    work = dist.all_gather(parts, mine, async_op=True)
+    if mine.device.type == "cpu":
+        wait(work, "the exchange of signatures", "before a step")
+    else:
+        work.wait()
 
 
 def _differ(ranks: Ranks, mine: Mapping[str, str]) -> None:
@@ -101,7 +112,7 @@ def _differ(ranks: Ranks, mine: Mapping[str, str]) -> None:
     sent[: len(raw)] = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
     sent = sent.to(ranks.host_device)
     parts = [torch.empty_like(sent) for _ in lengths]
-    dist.all_gather(parts, sent)
+    gather(parts, sent)
     texts = [dict(json.loads(bytes(p[:n].tolist()))) for p, n in zip(parts, lengths, strict=True)]
     raise AgreementError(
         _first_difference(texts), hint="run the same code and options on all ranks; only dim 0 of the inputs may differ"

@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Generator
 from contextlib import suppress
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -18,13 +17,8 @@ from shardc.errors import RuntimeFailure
 from shardc.mesh import Coord, Mesh
 from shardc.runtime.comm import WIRE_DTYPES, Request, Start, drive
 from shardc.runtime.executor import Executor, Outcome
+from shardc.runtime.failure import POLL, first_failure, leave_failure, refuse, wait
 from shardc.runtime.simulate import execution
-
-FAILED = "shardc/failed"
-"""Key of the default store under which the first rank to fail leaves what happened."""
-
-POLL = timedelta(seconds=1)
-"""How long a rank waits for others before it looks whether one of them has failed."""
 
 
 @dataclass
@@ -47,7 +41,6 @@ class ProcessGroupCommunicator:
     def __init__(self, mesh: Mesh, coord: Coord, group: Callable[[str], dist.ProcessGroup]) -> None:
         self.mesh, self.coord, self.rank = mesh, coord, mesh.rank(coord)
         self.groups = {axis: group(axis) for axis, n in mesh.axes.items() if n > 1}
-        self.store = _torch.default_store() if self.groups else None
         self.seconds = 0.0
 
     def start(self, request: Start) -> Pending:
@@ -83,54 +76,16 @@ class ProcessGroupCommunicator:
         if out.device.type == "cuda":
             handle.work.wait()
         else:
-            self._poll(handle)
+            wait(handle.work, str(handle.request), f"waiting in {handle.request.name}")
         if handle.wide is not None:
             out.copy_(handle.wide[1])
         self.seconds += time.perf_counter() - begun
 
-    def _poll(self, handle: Pending) -> None:
-        while True:
-            try:
-                handle.work.wait(POLL)
-                return
-            except RuntimeError as error:
-                if handle.work.is_completed():
-                    if handle.work.is_success():
-                        return
-                    self._refuse(f"in {handle.request}: {error}", f"waiting in {handle.request.name}", patience=3.0)
-            self._refuse("", f"waiting in {handle.request.name}")
-
-    def _refuse(self, said: str, where: str, patience: float = 0.0) -> None:
-        """Raise the failure of another rank if there is one; with `said`, raise in any case, after some `patience`."""
-        until = time.monotonic() + patience
-        while True:
-            first = self.failure()
-            if first:
-                raise RuntimeFailure(f"rank {self.rank} stops, since another rank has failed\n{first}", where=where)
-            if time.monotonic() >= until:
-                break
-            time.sleep(0.1)
-        if said:
-            raise RuntimeFailure(
-                f"rank {self.rank} lost the other ranks {said}", where=where,
-                hint="see what the other ranks print; one of them was killed or cannot be reached",
-            )  # fmt: skip
-
-    def failure(self) -> str:
-        """What the first rank that failed has left, or nothing."""
-        if self.store is None:
-            return ""
-        with suppress(RuntimeError):  # the store may live in the process that died
-            if self.store.check([FAILED]):
-                return str(self.store.get(FAILED).decode())
-        return ""
-
     def fail(self, error: BaseException) -> None:
         """Tell the other ranks, and leave the groups: no pending collective may hold up this process."""
-        if self.store is None:
+        if not self.groups:
             return
-        with suppress(RuntimeError):
-            self.store.compare_set(FAILED, "", f"{type(error).__name__}: {error}")
+        leave_failure(error)
         for group in self.groups.values():
             with suppress(RuntimeError):
                 group.abort()
@@ -141,7 +96,7 @@ class ProcessGroupCommunicator:
         Raises:
             RuntimeFailure: this rank failed, or another one; the groups cannot be used any more.
         """
-        if first := self.failure():
+        if self.groups and (first := first_failure()):
             raise RuntimeFailure(f"rank {self.rank} cannot run: an earlier step failed\n{first}", hint="start all ranks anew")
         cuda = executor.device.type == "cuda"
         self.seconds, begun = 0.0, time.perf_counter()
@@ -170,5 +125,5 @@ class ProcessGroupCommunicator:
         while not done.query():  # type: ignore[no-untyped-call]
             time.sleep(0.0002)
             if time.monotonic() - checked > POLL.total_seconds():
-                self._refuse("", "waiting for the device")
+                refuse("", "waiting for the device")
                 checked = time.monotonic()
