@@ -114,6 +114,11 @@ class Pick:
         levels = _levels(positions)
         return Pick(offset, levels) if levels is not None else Pick(0, (), tuple(positions.tolist()))
 
+    @staticmethod
+    def run(offset: int, n: int) -> Pick:
+        """`of(arange(offset, offset + n))`."""
+        return Pick(offset if n else 0, () if n == 1 else ((n, 1),))
+
 
 def _levels(p: np.ndarray[Any, Any]) -> tuple[tuple[int, int], ...] | None:
     if len(p) == 1:
@@ -208,10 +213,32 @@ def _indices(dim: Dim, mesh: Mesh, coord: Coord) -> np.ndarray[Any, Any]:
     return out
 
 
+def _interval(dim: Dim, mesh: Mesh, coord: Coord) -> tuple[int, int] | None:
+    """First position and length, if the part is one run of the dim: without a list of its positions, which may be millions."""
+    begin, n = 0, 1
+    for f in dim:
+        lo, hi = f.interval(mesh, coord)
+        if n == 1:
+            begin, n = begin * f.size + lo, hi - lo
+        elif (lo, hi) == (0, f.size):
+            begin, n = begin * f.size, n * f.size
+        else:
+            return None
+    return begin, n
+
+
 def common(have: ShardSpec, at: Coord, want: ShardSpec, to: Coord, mesh: Mesh) -> tuple[Block, Block]:
     """What the part of `have` at `at` and the part of `want` at `to` have in common, as a block of each."""
     shape, one, two = [], [], []
     for d, e in zip(have.dims, want.dims, strict=True):
+        mine, theirs = _interval(d, mesh, at), _interval(e, mesh, to)
+        if mine is not None and theirs is not None:
+            lo = max(mine[0], theirs[0])
+            n = max(0, min(sum(mine), sum(theirs)) - lo)
+            shape.append(n)
+            one.append((Pick.run(lo - mine[0], n), mine[1]))
+            two.append((Pick.run(lo - theirs[0], n), theirs[1]))
+            continue
         a, b = _indices(d, mesh, at), _indices(e, mesh, to)
         both = a if np.array_equal(a, b) else np.intersect1d(a, b, assume_unique=True)
         shape.append(len(both))
