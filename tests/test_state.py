@@ -15,7 +15,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from shardc.capture.world import World, observe
+from shardc.capture import World, observe
 from shardc.errors import AgreementError, ShardcError, SpecError, StateError
 from shardc.mesh import Mesh
 from shardc.program import SlotKind, TensorType
@@ -107,6 +107,12 @@ def test_strangers_are_named() -> None:
     named = {"model.weight": model.weight}
     known = places([model], named.values()).known | {id(named)}
     assert strangers(named, known) == {}
+    for name, p in model.named_parameters():
+        assert p.shape[0] == 2, name
+    assert p is model.bias and strangers({"model.bias": model.bias}, known) == {}, "no one means what a loop leaves behind"
+    q = model.weight
+    assert "'q' (local variable of" in strangers(named, known)["model.weight"]
+    del q
     mine = [model.weight]
     words = strangers(named, known)["model.weight"]
     assert words.startswith("'mine', a list, (local variable of test_strangers_are_named(), test_state.py:")

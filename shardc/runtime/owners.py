@@ -6,6 +6,7 @@ reference that they do not reach would silently go on with the old one. So those
 
 from __future__ import annotations
 
+import dis
 import functools
 import gc
 import sys
@@ -172,7 +173,8 @@ def strangers(named: Mapping[str, Tensor], known: set[int]) -> dict[str, str]:
     """Path of a tensor -> words for a live reference to it from outside the arguments.
 
     Looks at local variables of the calling functions, and asks the garbage collector; what has no name a user would know
-    (an iterator's leftovers, the library's own frames) is passed over. One scan of the heap, a few more where one is found.
+    (an iterator's leftovers, the library's own frames) is passed over, as is what a `for p in model.parameters()` left in its
+    loop variable. One scan of the heap, up to three more where containers hold one.
     """
     paths = {id(t): path for path, t in named.items()}
     out: dict[str, str] = {}
@@ -183,6 +185,8 @@ def strangers(named: Mapping[str, Tensor], known: set[int]) -> dict[str, str]:
         if not _internal(module):
             for name, value in list(frame.f_locals.items()):
                 for path in _direct(value, paths, known):
+                    if not name.isidentifier() or isinstance(value, Tensor) and name in _loop_variables(frame.f_code):
+                        continue  # not the user's: a temporary of pytest's assertions, or what a loop left behind
                     where = f"{frame.f_code.co_filename.rsplit('/', 1)[-1]}:{frame.f_lineno}"
                     kind = "" if isinstance(value, Tensor) else f", a {type(value).__name__},"
                     scope = "global" if frame.f_locals is frame.f_globals else f"local variable of {frame.f_code.co_name}()"
@@ -191,16 +195,47 @@ def strangers(named: Mapping[str, Tensor], known: set[int]) -> dict[str, str]:
         here.add(id(frame.f_locals))
         frame = frame.f_back  # type: ignore[assignment]
     tensors = list(named.values())
-    skip = known | here | {id(tensors), id(named), id(paths), id(out)}
-    for holder in _referrers(tensors, skip):
-        held = _direct(holder, paths, set()) or _direct(getattr(holder, "__dict__", None), paths, set())
-        path = held[0] if held else next(iter(named))
-        if path in out:
-            continue
-        words = _name(holder, skip, {id(t) for t in tensors}, depth=4)
-        if words:
-            out[path] = words
+    skip = known | here | {id(x) for x in (tensors, named, paths, out)}
+    origin, level = dict(paths), list[Any](tensors)
+    for _ in range(_DEPTH):  # holders, then holders of those containers that have no name themselves, and so on
+        upper: list[Any] = []
+        for holder in _referrers(level, skip):
+            path = next(origin[id(x)] for x in gc.get_referents(holder) if id(x) in origin)
+            words = _name(holder, origin)
+            if words:
+                out.setdefault(path, words)
+            elif isinstance(holder, _CONTAINERS):
+                origin[id(holder)] = path
+                upper.append(holder)
+        skip |= {id(level), id(upper), *map(id, upper)}
+        if not upper:
+            break
+        level = upper
     return out
+
+
+def _loop_variables(code: types.CodeType) -> set[str]:
+    """Names that `code` binds as targets of `for` loops, and nowhere else."""
+    targets: set[str] = set()
+    others = set(code.co_varnames[: code.co_argcount + code.co_kwonlyargcount])
+    due = 0  # how many of the next stores are targets
+    for op in dis.get_instructions(code):
+        if op.opname == "FOR_ITER":
+            due = 1
+        elif op.opname == "UNPACK_SEQUENCE" and due:
+            due += int(op.arg or 0) - 1
+        elif op.opname.startswith("STORE_") and "ATTR" not in op.opname and "SUBSCR" not in op.opname:
+            names = op.argval if isinstance(op.argval, tuple) else (op.argval,)
+            for name in names[:1] if op.opname.endswith("LOAD_FAST") else names:
+                (targets if due > 0 else others).add(str(name))
+                due -= 1
+        elif op.opname not in ("EXTENDED_ARG", "CACHE"):
+            due = 0
+    return targets - others
+
+
+_DEPTH = 4
+_CONTAINERS = (dict, list, tuple, set, frozenset, types.CellType)
 
 
 def _internal(module: str) -> bool:
@@ -221,33 +256,21 @@ def _direct(value: object, paths: Mapping[int, str], known: set[int]) -> list[st
 
 
 def _referrers(targets: list[Any], skip: set[int]) -> list[Any]:
+    """One scan of the heap."""
     found = gc.get_referrers(*targets)
     return [x for x in found if id(x) not in skip and x is not targets and not isinstance(x, types.FrameType)]
 
 
-def _name(holder: Any, skip: set[int], targets: set[int], depth: int) -> str:
-    """Words for `holder`, or "" if nothing with a name is found within `depth` steps."""
-    if isinstance(holder, dict):
-        if "__name__" in holder and "__builtins__" in holder:
-            if _internal(str(holder["__name__"])):
-                return ""
-            names = [k for k, v in holder.items() if id(v) in targets]
-            return f"global {names[0]!r} of module {holder['__name__']}" if names else ""
-    elif isinstance(holder, types.CellType):
-        pass
-    elif isinstance(holder, types.FunctionType):
-        return "" if _internal(holder.__module__ or "") else f"closure of function {holder.__qualname__}()"
-    elif not isinstance(holder, (list, tuple, set, frozenset)):
-        if isinstance(holder, (nn.Module, torch.optim.Optimizer)):
-            return f"a {type(holder).__name__} that is not among the arguments"
-        return "" if _internal(type(holder).__module__) or type(holder).__module__ == "builtins" else (
-            f"an object of class {type(holder).__module__}.{type(holder).__qualname__}"
-        )  # fmt: skip
-    if depth == 0:
+def _name(holder: Any, held: Mapping[int, str]) -> str:
+    """Words for an object by which a user knows it; "" for plain containers, and for the library's own objects."""
+    if isinstance(holder, dict) and "__name__" in holder and "__builtins__" in holder:
+        names = [] if _internal(str(holder["__name__"])) else [k for k, v in holder.items() if id(v) in held]
+        return f"global {names[0]!r} of module {holder['__name__']}" if names else ""
+    if isinstance(holder, _CONTAINERS):
         return ""
-    mine = {*skip, id(holder)}
-    for up in _referrers([holder], mine)[:8]:
-        words = _name(up, mine, {id(holder)}, depth - 1)
-        if words:
-            return words
-    return ""
+    if isinstance(holder, types.FunctionType):
+        return "" if _internal(holder.__module__ or "") else f"closure of function {holder.__qualname__}()"
+    if isinstance(holder, (nn.Module, torch.optim.Optimizer)):
+        return f"a {type(holder).__name__} that is not among the arguments"
+    module = type(holder).__module__
+    return "" if _internal(module) or module == "builtins" else f"an object of class {module}.{type(holder).__qualname__}"
