@@ -25,7 +25,8 @@ from shardc.rules import (
 )
 from shardc.rules import prove as by_prove
 from shardc.rules.call import overload
-from shardc.rules.proof import Violation, differs, missing, prove, rule_of
+from shardc.rules.layouts import differs
+from shardc.rules.proof import Violation, missing, prove, rule_of
 from shardc.rules.registry import BUILT_IN, TABLES, parse_rule
 from shardc.rules.rule import WHOLE
 from shardc.rules.sample import Sample, index, ints

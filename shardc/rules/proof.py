@@ -9,25 +9,21 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from shardc.dtypes import identity
-from shardc.instructions import Local, LocalDim
-from shardc.mesh import Coord, Mesh
+from shardc.mesh import Mesh
 from shardc.program import TensorType
 from shardc.rules.call import map_operands, tensor_operands
-from shardc.rules.localise import localise
+from shardc.rules.layouts import Layout, Op, differs, fed, flat, is_tensor, reduce, run_split
 from shardc.rules.registry import rule_for
-from shardc.rules.rule import PASS, WHOLE, Factors, Rule
-from shardc.spec import Dim, Factor, ShardSpec, dim_local
+from shardc.rules.rule import WHOLE, Rule
 
 AXIS = "x"
-Op = torch._ops.OpOverload
 
 
 @dataclass(frozen=True)
@@ -48,16 +44,6 @@ class Violation:
 
     def __str__(self) -> str:
         return f"{self.op}: {self.rule}\n  {self.claim}: {self.found}"
-
-
-def is_tensor(value: object) -> bool:
-    return isinstance(value, Tensor)
-
-
-def flat(value: Any) -> list[Tensor | None]:
-    """The results of a call; numbers do not count."""
-    items = value if isinstance(value, (tuple, list)) else (value,)
-    return [v if isinstance(v, Tensor) else None for v in items]
 
 
 def rule_of(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Rule, list[Tensor | None]]:
@@ -99,7 +85,7 @@ def prove(
         if rule.kind(factor) == WHOLE or size == 0:
             continue
         for n in sorted({*parts, size + 1}):
-            found = _split(op, args, kwargs, rule, results, factor, n)
+            found = run_split(op, args, kwargs, rule, results, {factor: (AXIS,)}, Mesh({AXIS: n}))
             if found:
                 fail(f"factor {factor} ({rule.kind(factor)}) over {n} parts", found)
     for linear in rule.linear:
@@ -113,129 +99,11 @@ def prove(
     return out
 
 
-# -- one factor ------------------------------------------------------------------------------------------------------------
-
-
-def spec_of(factors: Factors, rule: Rule, split: str) -> ShardSpec:
-    """The spec of a tensor with one factor over the one axis."""
-
-    def dim(names: tuple[str, ...]) -> Dim:
-        return tuple(Factor(rule.sizes[f], (AXIS,) if f == split else ()) for f in names) or (Factor(1),)
-
-    return ShardSpec(tuple(dim(names) for names in factors))
-
-
-def part(x: Tensor, spec: ShardSpec, mesh: Mesh, coord: Coord) -> Tensor:
-    """What a rank holds of a whole value."""
-    for k, indices in enumerate(spec.indices(mesh, coord)):
-        x = x.index_select(k, torch.tensor(indices, dtype=torch.int64))
-    return x
-
-
-def _feed(parts: Sequence[Tensor]) -> Callable[[Any], Tensor]:
-    """Puts these tensors, in order, in the places of the operands."""
-    rest = iter(parts)
-    return lambda _: next(rest)
-
-
-def _evaluated(tree: Any, mesh: Mesh, coord: Coord) -> Any:
-    if isinstance(tree, Local):
-        return list(tree.spec.local_shape(mesh, coord))
-    if isinstance(tree, LocalDim):
-        return dim_local(tree.dim, mesh, coord)
-    if isinstance(tree, (list, tuple)):
-        return type(tree)(_evaluated(a, mesh, coord) for a in tree)
-    return tree
-
-
-def _split(
-    op: Op, args: Sequence[Any], kwargs: Mapping[str, Any], rule: Rule, results: list[Tensor | None], factor: str, n: int
-) -> str:
-    """What goes wrong when a factor is cut into n parts; empty if nothing does."""
-    mesh = Mesh({AXIS: n})
-    ins = [spec_of(f, rule, factor) for f in rule.operands]
-    outs = [None if f is None else spec_of(f, rule, factor) for f in rule.results]
-    kind = rule.kind(factor)
-    operands = tensor_operands(args, kwargs, is_tensor)
-    parts: list[list[Tensor | None]] = []
-    for coord in mesh.coords():
-        local = map_operands(
-            args, kwargs, _feed([part(x, s, mesh, coord) for x, s in zip(operands, ins, strict=True)]), is_tensor
-        )
-        local = localise(op, rule, *local, outs, ins)
-        local = (_evaluated(local[0], mesh, coord), {k: _evaluated(v, mesh, coord) for k, v in local[1].items()})
-        made = _unread(results, outs, factor, rule, mesh, coord)
-        try:
-            parts.append(made if made is not None else flat(op(*local[0], **local[1])))
-        except (RuntimeError, IndexError, ValueError) as e:
-            return f"part {coord[0]} fails: {e}"
-    for k, (whole, spec, factors) in enumerate(zip(results, outs, rule.results, strict=True)):
-        if whole is None or spec is None or factors is None:
-            continue
-        pieces = [p[k] for p in parts]
-        found = _recombined(whole, spec, pieces, kind, any(factor in d for d in factors), mesh)
-        if found:
-            return f"result {k} {found}"
-    return ""
-
-
-def _unread(
-    results: list[Tensor | None], outs: list[ShardSpec | None], factor: str, rule: Rule, mesh: Mesh, coord: Coord
-) -> list[Tensor | None] | None:
-    """The results of an empty part, where it makes them without the operator: as the runtime does."""
-    lo, hi = Factor(rule.sizes[factor], (AXIS,)).interval(mesh, coord)
-    if lo < hi:
-        return None
-    made: list[Tensor | None] = []
-    for whole, spec in zip(results, outs, strict=True):
-        if whole is None or spec is None:
-            made.append(None)
-            continue
-        shape = spec.local_shape(mesh, coord)
-        if 0 not in shape and rule.kind(factor) == PASS:
-            return None
-        fill = identity(rule.kind(factor), whole.dtype) if rule.kind(factor) != PASS else 0
-        made.append(torch.full(shape, fill, dtype=whole.dtype))
-    return made
-
-
-def _recombined(whole: Tensor, spec: ShardSpec, pieces: list[Tensor | None], kind: str, has: bool, mesh: Mesh) -> str:
-    tensors = [p for p in pieces if p is not None]
-    if len(tensors) != len(pieces):
-        return "is absent on some parts"
-    if has:
-        out = torch.empty_like(whole)
-        for piece, coord in zip(tensors, mesh.coords(), strict=True):
-            indices = [torch.tensor(i, dtype=torch.int64) for i in spec.indices(mesh, coord)]
-            if piece.shape != spec.local_shape(mesh, coord):
-                return f"has part {coord[0]} of shape {list(piece.shape)}, not {list(spec.local_shape(mesh, coord))}"
-            if piece.numel():
-                out[torch.meshgrid(*indices, indexing="ij") if indices else ()] = piece
-        return differs(out, whole)
-    if kind == PASS:
-        return next((f"of part {k} {d}" for k, p in enumerate(tensors) if (d := differs(p, whole))), "")
-    return differs(reduce(tensors, kind), whole)
-
-
-def reduce(tensors: Sequence[Tensor], kind: str) -> Tensor:
-    """The sum, maximum or minimum of the parts of a partial value."""
-    function: Callable[[Tensor, Tensor], Tensor] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}[kind]  # type: ignore[assignment]
-    out = tensors[0]
-    for t in tensors[1:]:
-        out = function(out, t)
-    return out
-
-
-def differs(a: Tensor, b: Tensor) -> str:
-    """How two values differ; empty where they are equal (to rounding, for operators that are not exact)."""
-    if a.shape != b.shape or a.dtype != b.dtype:
-        return f"is {a.dtype} {list(a.shape)}, not {b.dtype} {list(b.shape)}"
-    if not a.dtype.is_floating_point and not a.dtype.is_complex:
-        return "" if torch.equal(a, b) else f"differs in {int((a != b).sum())} of {a.numel()} elements"
-    close = torch.isclose(a, b, rtol=1e-9 if a.dtype == torch.float64 else 1e-4, atol=1e-9, equal_nan=True)
-    if bool(close.all()):
-        return ""
-    return f"differs in {int((~close).sum())} of {a.numel()} elements, by up to {float((a - b).abs().nan_to_num().max()):.3g}"
+def prove_layout(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any] | None, layout: Layout, mesh: Mesh) -> str:
+    """What goes wrong when several factors are split at once, over several axes; empty if nothing does."""
+    kwargs = dict(kwargs or {})
+    rule, results = rule_of(op, args, kwargs)
+    return run_split(op, args, kwargs, rule, results, layout, mesh)
 
 
 # -- partial operands ------------------------------------------------------------------------------------------------------
@@ -266,7 +134,7 @@ def _partial(
     parts = []
     for rank in range(3):
         own = [cut[k][rank] if k in cut else x for k, x in enumerate(operands)]
-        local = map_operands(args, kwargs, _feed(own), is_tensor)
+        local = map_operands(args, kwargs, fed(own), is_tensor)
         parts.append(flat(op(*local[0], **local[1])))
     for k, whole in enumerate(results):
         pieces = [p[k] for p in parts]
@@ -334,7 +202,7 @@ def _run_layout(
             cuts.append([x, x] if place == "whole" else terms(x, "sum", 2))
     parts = []
     for rank in range(2):
-        local = map_operands(args, kwargs, _feed([cut[rank] for cut in cuts]), is_tensor)
+        local = map_operands(args, kwargs, fed([cut[rank] for cut in cuts]), is_tensor)
         try:
             parts.append(flat(op(*local[0], **local[1])))
         except (RuntimeError, IndexError, ValueError):
