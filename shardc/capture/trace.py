@@ -41,7 +41,7 @@ def capture(
         fn: the step.
         args: its positional arguments, real or meta tensors, DTensors where state is sharded.
         kwargs: its keyword arguments.
-        world: `observe(fn, args, kwargs)`. Plain numbers that the step changes (counters) become numbers of it, see `World.carry`.
+        world: `observe(fn, args, kwargs)`. Plain numbers that the step changes (counters) become numbers of it.
         input_types: global types of inputs of which the arguments hold a part.
 
     Raises:

@@ -14,7 +14,7 @@ import inspect
 import types
 import weakref
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -38,13 +38,18 @@ _MODULE_OWN = frozenset(
 _OPTIMIZER_OWN = frozenset(("param_groups", "state", "defaults", "_warned_capturable_if_run_uncaptured", "_opt_called"))
 
 
-def observe(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> World:
+def observe(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], carried: Iterable[str] = ()) -> World:
     """Walk everything reachable from the arguments, and from closures and globals that the code names.
+
+    Args:
+        carried: paths of plain numbers that are inputs of the program, see `Captured.carried` and `World.carry`.
 
     Raises:
         CaptureError: the arguments do not fit the function, or a tensor is of a kind that cannot be state or input.
     """
-    return walk_world(bind(fn, args, kwargs), named_values(fn))
+    world = walk_world(bind(fn, args, kwargs), named_values(fn))
+    world.carry(carried)
+    return world
 
 
 SCOPE = "the scope of {}"
@@ -99,9 +104,7 @@ class _Walk:
 
     # `data`: inside the pytree of an argument, where tensors are inputs and not state
     def visit(self, path: str, obj: Any, holder: Any, key: Any, data: bool) -> None:
-        if self.index:
-            self.world.places[path] = (holder, key)
-        elif type(obj) in (int, float) and holder is not None and type(holder) is not tuple:
+        if self.index or type(obj) in (int, float) and holder is not None and type(holder) is not tuple:
             self.world.places[path] = (holder, key)
         if isinstance(obj, ATOMS):
             self.world.signature[path] = ("value", obj) if not isinstance(obj, float) else ("value", repr(obj))
