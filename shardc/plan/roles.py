@@ -101,6 +101,7 @@ class Roles:
                     o = self.aliases.out.get(reg)
                     if maker is not None and maker.phase == "backward" and o is not None and o.dtype is not None:
                         out.add(reg)
+        reduced = self._reduced(instructions)
         for i in reversed(instructions):
             if i.phase == "forward":
                 continue
@@ -111,6 +112,20 @@ class Roles:
                 out.add(i.src)
             elif isinstance(i, Compute) and (i.op in _JOINT or any(r in self.aliases.source for r in mine)):
                 out.update(r for r in uses(i) if self.aliases.out[r].dtype is not None and made[r].phase != "forward")
+            out.update(r for r in uses(i) if r in reduced)
+        return out
+
+    def _reduced(self, instructions: Sequence[Instruction]) -> set[Reg]:
+        """Whole values of the backward that follow from an all-reduce: a gradient that was reduced before its last operators
+        (those of a position table, say)."""
+        out: set[Reg] = set()
+        for i in instructions:
+            if i.phase != "backward":
+                continue
+            if isinstance(i, Collective) and i.step.kind == "all_reduce" and numel(i.step) > 1:
+                out.add(i.out.reg)
+            elif isinstance(i, Compute) and any(r in out for r in uses(i)):
+                out.update(o.reg for o in outs(i) if o.spec is not None and o.spec.is_replicated)
         return out
 
     def category(self, root: Reg) -> str:
