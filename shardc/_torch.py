@@ -12,7 +12,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.functional_tensor import FunctionalTensor
+from torch._subclasses.fake_tensor import DataDependentOutputException as DataDependentOutputException
+from torch._subclasses.fake_tensor import DynamicOutputShapeException as DynamicOutputShapeException
+from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
+from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
+from torch._subclasses.fake_tensor import UnsupportedOperatorException as UnsupportedOperatorException
+from torch._subclasses.functional_tensor import FunctionalTensor as FunctionalTensor
+from torch._subclasses.functional_tensor import FunctionalTensorMode as FunctionalTensorMode
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset as compute_local_shape_and_global_offset
+from torch.distributed.tensor.placement_types import _StridedShard as _StridedShard
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 from shardc.errors import ShardcError
 
@@ -173,6 +182,9 @@ BELOW_FUNCTIONAL: Any = lookup("torch._C", "_TorchDispatchModeKey").FAKE
 """The slot of the mode stack below functionalisation."""
 
 _Suspended = contextlib.AbstractContextManager[Any]
+MAKE_GRADS: Any = lookup("torch.autograd", "_make_grads").__code__
+"""The code that makes the gradient a backward starts from."""
+
 without_modes: Callable[[], _Suspended] = lookup("torch.utils._python_dispatch", "_disable_current_modes")
 """Suspends all dispatch modes while inside."""
 

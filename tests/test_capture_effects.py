@@ -283,3 +283,29 @@ def test_a_decision_on_a_counter_is_a_guard(plain_ops: None) -> None:
         return (*with_optimizer(MLP, torch.optim.SGD, lr=0.1)(), {"step": 0})
 
     check(step, make, batches(6), captures=2)
+
+
+@pytest.mark.parametrize("guard", [torch.no_grad, torch.inference_mode])
+def test_evaluation_under_a_decorator(guard: Any) -> None:
+    table = MLP()
+
+    @guard()
+    def evaluate(model: nn.Module, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        return {"loss": F.mse_loss(model(x) + table(x), y)}
+
+    found = check(evaluate, lambda: (MLP().eval(),), batches(2), captures=1)
+    assert "table.up.weight" in found[0].program.slots
+
+
+def test_a_summary_holds_none_of_the_users_tensors() -> None:
+    import gc
+    import weakref
+
+    args = (*with_optimizer(MLP, torch.optim.SGD, lr=0.1)(), *batches(1)[0])
+    found = observe(mlp_step, args, {})
+    kept, captured = found.summary(), capture(mlp_step, args, {}, found)
+    assert kept.key == found.key
+    alive = [weakref.ref(t) for t in (args[2], args[0].up.weight)]
+    del args, found
+    gc.collect()
+    assert captured.program.slots and all(r() is None for r in alive)

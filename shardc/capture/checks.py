@@ -7,13 +7,13 @@ import os
 from collections.abc import Iterator
 
 from torch import Tensor
-from torch._subclasses.fake_tensor import (
+
+from shardc import _torch
+from shardc._torch import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     UnsupportedOperatorException,
 )
-
-from shardc import _torch
 from shardc.capture.lines import is_user_code
 from shardc.capture.world import World
 from shardc.errors import CaptureError, ShardcError

@@ -6,9 +6,9 @@ from collections.abc import Hashable
 from typing import TYPE_CHECKING, Any
 
 from torch import fx
-from torch._subclasses.functional_tensor import FunctionalTensor
 
 from shardc import _torch
+from shardc._torch import FunctionalTensor
 from shardc.capture.effects import Created, Effects
 from shardc.capture.names import Resolved
 from shardc.capture.numbers import is_symbol

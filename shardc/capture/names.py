@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -55,8 +56,7 @@ def named_values(fn: Callable[..., Any]) -> list[Resolved]:
     """What `fn`, and the user's functions that it names, reach through closures and globals and that may hold state."""
     out: list[Resolved] = []
     seen: set[int] = set()
-    start = underlying(fn)
-    queue = [start] if start is not None else []
+    queue = [f for f in (underlying(fn), underlying(inspect.unwrap(fn))) if f is not None]
     while queue:
         function = queue.pop(0)
         if id(function) in seen or not is_user_code(function.__code__):

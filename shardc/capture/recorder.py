@@ -13,12 +13,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardc import _torch
+from shardc._torch import FakeTensor, FakeTensorMode, TorchDispatchMode
 from shardc.capture.constants import constant_value
-from shardc.capture.lines import Place, place
+from shardc.capture.lines import Frames, Place
 from shardc.capture.numbers import Number, is_symbol, symbol
 from shardc.errors import CaptureError
 from shardc.program import Draw, Info, Phase, TensorType, Types, op_name
@@ -38,7 +37,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, fake_mode: FakeTensorMode, module_names: dict[int, str]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.fake_mode, self.module_names = fake_mode, module_names
+        self.fake_mode, self.frames = fake_mode, Frames(module_names)
         self.graph = fx.Graph()
         self.info: dict[fx.Node, Info] = {}
         self.draws: dict[fx.Node, Draw] = {}
@@ -53,6 +52,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.const_nodes: dict[str, fx.Node] = {}
         self._last_input: fx.Node | None = None
         self._last_number: fx.Node | None = None
+
+    def release(self) -> None:
+        """Forget the fake tensors."""
+        self._nodes.clear()
+        self._drawn.clear()
 
     # -- placeholders --------------------------------------------------------------------------------------------------
 
@@ -98,7 +102,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.guards.append((node, value))
 
     def line(self) -> str:
-        return place(self.module_names).line
+        return self.frames.place().line
 
     # -- operators -----------------------------------------------------------------------------------------------------
 
@@ -255,7 +259,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 where = self._last_backward
             self._last_backward = where
             return Phase.BACKWARD, where
-        where = place(self.module_names)
+        where = self.frames.place()
         self._by_seq.setdefault(_torch.sequence_number() - 1, where)
         return self._phase(where, inputs), where
 
@@ -263,6 +267,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Update: in an optimizer's step, or on gradients and updated values outside of a module's forward."""
         if where.optimizer:
             return Phase.UPDATE
+        if where.seeding:
+            return Phase.BACKWARD
         if where.module or not self.saw_backward:
             return Phase.FORWARD
         if not torch.is_grad_enabled():

@@ -9,10 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 
 from shardc import _torch, ops
+from shardc._torch import FakeTensorMode, FunctionalTensor, FunctionalTensorMode
 from shardc.capture.captured import Captured
 from shardc.capture.checks import check_storages_and_devices, refusals
 from shardc.capture.compare import Carry, after
@@ -51,7 +50,11 @@ def capture(
     carried: frozenset[str] = frozenset()
     while True:
         try:
-            found = Trace(fn, args, kwargs, world, input_types or {}).run()
+            trace = Trace(fn, args, kwargs, world, input_types or {})
+            try:
+                found = trace.run()
+            finally:
+                trace.release()
         except Carry as more:
             carried |= more.paths
             world.carry(carried)
@@ -105,6 +108,17 @@ class Trace:
         return Captured(
             self.program, effects, self.recorder.constants, guards=self.recorder.guards, guard_numbers=numbers
         )  # fmt: skip
+
+    def release(self) -> None:
+        """Let go of the user's objects and of the twin: hooks on tensors make cycles that the collector does not see."""
+        for twin in self.slot_twins.values():
+            twin.grad = None
+            for hooks in (twin._backward_hooks, twin._post_accumulate_grad_hooks):
+                if hooks:
+                    hooks.clear()
+        self.twin.release()
+        self.recorder.release()
+        self.__dict__.clear()
 
     def _copy(self, obj: Any) -> Any:
         return self.twin.copy(obj)

@@ -74,6 +74,11 @@ class Twin:
             return self._remember(obj, type(obj)(*parts) if hasattr(obj, "_fields") else type(obj)(parts))
         return self._object(obj) if descends(type(obj)) else obj
 
+    def release(self) -> None:
+        """Forget originals and copies."""
+        for table in (self.memo, self.originals, self._globals, self._outside):
+            table.clear()
+
     def _remember(self, obj: Any, twin: Any) -> Any:
         self.memo[id(obj)] = twin
         self.originals.append(obj)

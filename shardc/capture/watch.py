@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.overrides import TorchFunctionMode
 
+from shardc._torch import FunctionalTensor
 from shardc.errors import CaptureError
 
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]

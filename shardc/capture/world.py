@@ -13,6 +13,7 @@ import types
 from collections.abc import Hashable, Iterable, MutableMapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -101,6 +102,11 @@ class World:
     names: dict[int, str] = dataclasses.field(default_factory=dict)  # id of a container -> its path
     objects: dict[str, Any] = dataclasses.field(default_factory=dict)  # path -> container
     atoms: dict[str, Any] = dataclasses.field(default_factory=dict)  # path -> plain value
+
+    def summary(self) -> World:
+        """What `why` and a comparison of signatures need, without a reference to any of the user's tensors."""
+        inputs = {path: torch.empty(0, device="meta") for path in self.inputs}
+        return World({}, inputs=inputs, numbers=dict(self.numbers), signature=dict(self.signature))
 
     def carry(self, paths: Iterable[str]) -> None:
         """Make plain numbers of the user's objects (a counter ``model.calls``) inputs of the program instead of constants.
