@@ -256,7 +256,7 @@ class CompiledStep:
             )
         captured = capture(self.fn, args, kwargs, world, call.types)
         plan = self._planned(captured, self.options.mesh)
-        variant = Variant(f"{self.__name__}#{len(self.variants)}", self._reason(world, call), plan, captured, world, call.types)
+        variant = Variant(f"{self.__name__}#{len(self.variants)}", self._reason(world, call), plan, captured, world.summary(), call.types)
         variant.executors = host.executors(plan)
         return variant
 
