@@ -15,8 +15,8 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import numpy.typing as npt
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
-from torch.distributed.tensor.placement_types import _StridedShard
 
+from shardc._torch import _StridedShard
 from shardc.errors import SpecError
 from shardc.mesh import Mesh
 from shardc.spec import Dim, Factor, ShardSpec, canonical_dim, dim_axes, dim_size

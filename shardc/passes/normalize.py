@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from shardc._torch import FakeTensorMode
 from shardc.passes.graphs import Rewriter, is_getitem, is_op, is_random, kept, operands, typed, without_dead
 from shardc.program import Info, Program, TensorType, Types
 from shardc.rules import decompositions

@@ -15,9 +15,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from shardc import _torch
+from shardc._torch import compute_local_shape_and_global_offset
 from shardc.errors import SpecError, StateError
 from shardc.placements import from_placements, to_placements
 from shardc.program import SlotKind, TensorType
