@@ -39,6 +39,15 @@ def number(call: Call) -> Rule:
     return draft.rule([draft.fresh(t.shape, WHOLE) for t in call.operands], [None])
 
 
+def drawn(call: Call) -> Rule:
+    """multinomial: the weights of a row are whole, and so is what is drawn from it."""
+    draft = Draft(call)
+    x, result = call.operands[0], call.results[0]
+    assert result is not None
+    rows = draft.fresh(x.shape[:-1])
+    return draft.rule([[*rows, draft.new(x.shape[-1], WHOLE)]], [[*rows, draft.new(result.shape[-1], WHOLE)]])
+
+
 TABLE: dict[str, Builder] = {
     "aten.full.default": made(),
     "aten.zeros.default": made(),
@@ -63,6 +72,7 @@ TABLE: dict[str, Builder] = {
     "aten.tril_indices.default": made(kind=WHOLE),
     "aten.triu_indices.default": made(kind=WHOLE),
     "aten.randperm.default": made(kind=WHOLE),
+    "aten.multinomial.default": drawn,
     "aten.zeros_like.default": like("0"),
     "aten.ones_like.default": like(),
     "aten.full_like.default": like(),

@@ -73,8 +73,8 @@ def trilinear(call: Call) -> Rule:
 def whole(call: Call) -> Rule:
     """Nothing may be split: every part computes all of it."""
     draft = Draft(call)
-    results = [None if r is None else draft.fresh(r.shape, WHOLE) for r in call.results]
-    return draft.rule([draft.fresh(t.shape, WHOLE) for t in call.operands], results)
+    operands = [draft.fresh(t.shape, WHOLE) for t in call.operands]
+    return draft.rule(operands, [None if r is None else draft.fresh(r.shape, WHOLE) for r in call.results])
 
 
 def cross(call: Call) -> Rule:
@@ -109,6 +109,8 @@ TABLE: dict[str, Builder] = {
     "aten._embedding_bag_dense_backward.default": whole,
     "aten._embedding_bag_backward.default": whole,
     "aten.embedding_renorm.default": whole,
+    "aten.affine_grid_generator.default": whole,
+    "aten.affine_grid_generator_backward.default": whole,
     "aten.multi_margin_loss.default": whole,
     "aten.multi_margin_loss_backward.default": whole,
     "aten.multilabel_margin_loss_forward.default": whole,

@@ -61,7 +61,8 @@ def rule_for(target: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping
     if builder is None:
         raise RuleError(
             f"operator {target} has no factor rule, so it cannot be split over ranks",
-            hint=f'shardc.rules.register(torch.ops.{target}, "[i,k],[k,j]->[i,j]; k: sum"), with the factors of its operands',
+            hint=f'shardc.rules.register(torch.ops.{target}, "{linalg.whole(Call(target, args, kwargs, result))}") computes it '
+            "whole on every rank; take out what its dims do not need (see shardc.rules.register)",
         )
     rule = builder(Call(target, args, kwargs, result))
     count = len(result) if isinstance(result, tuple) else 1
@@ -78,6 +79,8 @@ def register(op: torch._ops.OpOverload, rule: str) -> None:
         rule: the factors of operands and results, then kinds, then what is linear:
             ``"[i,k],[k,j]->[i,j]; k: sum; linear: 0|1"``. Factors that are not named pass; ``1`` is a dim of size one;
             ``(b t)`` a dim made of two factors, of which all calls must show one alone; ``-`` an absent result.
+            Kinds are pass, sum, max, min (what results that lack the factor are over its parts) and whole. An operator
+            that takes sizes as arguments can be split in dims alone that they do not count.
 
     Raises:
         RuleError: text that is not a rule, or an operator that writes its arguments.

@@ -112,6 +112,8 @@ def networks() -> Iterator[Sample]:
     yield call(aten._embedding_bag_dense_backward.default, ints(3, 5), bag[0], *out[1:], 7, False, 1, None)
     yield call(aten._embedding_bag_backward.default, ints(3, 5), *bag, *out[1:], 7, False, 1, False, None)
     yield call(aten.embedding_renorm.default, ints(7, 5), index(3, below=7), 1.0, 2.0)
+    yield call(aten.affine_grid_generator.default, ints(4, 2, 3), [4, 3, 5, 6], False)
+    yield call(aten.affine_grid_generator_backward.default, ints(4, 5, 6, 2), [4, 3, 5, 6], False)
     margin = aten.multilabel_margin_loss_forward.default(ints(4, 3), index(4, 3, below=3), 1)
     yield call(aten.multi_margin_loss.default, ints(4, 3), index(4, below=3))
     yield call(aten.multi_margin_loss_backward.default, ints(lo=1), ints(4, 3), index(4, below=3), 1, 1)
