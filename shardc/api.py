@@ -256,7 +256,8 @@ class CompiledStep:
             )
         captured = capture(self.fn, args, kwargs, world, call.types)
         plan = self._planned(captured, self.options.mesh)
-        variant = Variant(f"{self.__name__}#{len(self.variants)}", self._reason(world, call), plan, captured, world.summary(), call.types)
+        name, reason = f"{self.__name__}#{len(self.variants)}", self._reason(world, call)
+        variant = Variant(name, reason, plan, captured, world.summary(), call.types)
         variant.executors = host.executors(plan)
         return variant
 
@@ -277,8 +278,10 @@ class CompiledStep:
         if self.options.plan is not None:
             saved = Plan.load(self.options.plan)
             saved.check_fits(final.slots, {p: final.type(n) for p, n in final.inputs.items()}, mesh)
-            if set(saved.entry) == set(final.entry):  # not the first step of a fresh optimizer, which creates its state
+            reason = saved.mismatch(final)
+            if reason is None:
                 return saved
+            final.notes.append(f"not from {self.options.plan}, which is of another variant: {reason}")
         return build(final, options=shown, stages=stages)
 
     # -- planning --------------------------------------------------------------------------------------------------
