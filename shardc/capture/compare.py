@@ -134,12 +134,11 @@ class _Comparison:
         if ref.kind is SlotKind.OPTIMIZER and key == "step" and ref.owner:
             group = self.new.group_of(ref.owner, ref.holders[0][0])
             on_cpu = not (group.get("capturable") or group.get("fused"))
-        self.program.slots[path] = Slot(
-            path, ref.kind, TensorType.of(_torch.current_value(twin)), ref.of, tuple(ref.aliases), ref.trainable
-        )
+        type_ = TensorType.of(_torch.current_value(twin))
+        self.program.slots[path] = Slot(path, ref.kind, type_, ref.of, tuple(ref.aliases), ref.trainable)
         self.program.exit[path] = node
         self.program.versions.setdefault(node, path)
-        self.effects.created.append(Created(path, ref.kind, owner, ref.of, key, on_cpu=on_cpu))
+        self.effects.created.append(Created(path, ref.kind, owner, ref.of, key, type=type_, on_cpu=on_cpu))
 
     def _container(self, path: str, ref: SlotRef) -> tuple[str, Any]:
         """Path of the container that holds a new entry, and its key there."""

@@ -27,6 +27,7 @@ class Created:
         of: path of the parameter, for optimizer state and gradients.
         key: key in the state dict or container.
         value: of a plain entry.
+        type: of a tensor: eager's strides are kept.
         on_cpu: a step count that torch keeps on the host whatever the parameter's device.
     """
 
@@ -36,6 +37,7 @@ class Created:
     of: str
     key: Any
     value: Any = None
+    type: TensorType | None = None
     on_cpu: bool = False
 
 
@@ -85,7 +87,7 @@ class Effects:
                 world.slots[path].delete()
         index: dict[str, Any] | None = None
         for entry in self.created:
-            value = entry.value if entry.kind is None else tensors[entry.path]
+            value = entry.value if entry.type is None else _laid_out(tensors[entry.path], entry.type)
             if entry.kind is SlotKind.GRADIENT:
                 world.slots[entry.of].get().grad = value
             elif entry.owner in world.optimizers and entry.of:
@@ -197,6 +199,13 @@ def _blank(type_: TensorType, device: torch.device) -> Tensor:
                     holder.pop(key, None)
             for ref, tensor in gone:
                 ref.set(tensor)
+
+
+def _laid_out(t: Tensor, type_: TensorType) -> Tensor:
+    """`t` with the strides of `type_`; a shard keeps its own."""
+    if hasattr(t, "placements") or tuple(t.shape) != type_.shape or t.numel() < 2 or tuple(t.stride()) == type_.stride:
+        return t
+    return torch.empty_strided(type_.shape, type_.stride, dtype=t.dtype, device=t.device).copy_(t)
 
 
 def _empty(type_: TensorType | None, like: Tensor | None) -> Tensor:
