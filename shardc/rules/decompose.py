@@ -131,6 +131,15 @@ def full_like(x: Tensor, value: Any, *, dtype: torch.dtype | None = None, **_: A
     return constant(value, x, list(x.shape), dtype or x.dtype)
 
 
+def zero(x: Tensor) -> Tensor:
+    """What `zero_` leaves behind."""
+    return full_like(x, 0)
+
+
+def foreach_zero(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    return tuple(zero(x) for x in tensors)
+
+
 def _new(value: float) -> Decomposition:
     def new(x: Tensor, size: Sequence[int], *, dtype: torch.dtype | None = None, **_: Any) -> Tensor:
         return constant(value, x, list(size), dtype or x.dtype)
@@ -179,6 +188,8 @@ ALWAYS: dict[str, Decomposition] = {
     "aten.zeros_like.default": _filled(0),
     "aten.ones_like.default": _filled(1),
     "aten.full_like.default": full_like,
+    "aten.zero.default": zero,
+    "aten._foreach_zero.default": foreach_zero,
     "aten.new_zeros.default": _new(0),
     "aten.new_ones.default": _new(1),
     "aten.new_empty.default": _new(0),

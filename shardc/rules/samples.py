@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -222,11 +223,12 @@ def written() -> Iterator[Sample]:
     yield call(aten.add.Tensor, x, ints(1, 5), alpha=2)
 
 
-def samples() -> Iterator[Sample]:
-    """At least one call of every operator of the tables that draws no random numbers."""
-    for name in pointwise.TABLE:
+def samples(only: str | None = None) -> Iterator[Sample]:
+    """At least one call of every operator of the tables that draws no random numbers; or those of one operator."""
+    for name in pointwise.TABLE if only is None else {only} & set(pointwise.TABLE):
         op = overload(name)
         if op is not None and not is_random(op):
             yield from elementwise(op)
-    yield from written()
-    yield from networks()
+    for sample in itertools.chain(written(), networks()):
+        if only in (None, str(sample.op)):
+            yield sample
