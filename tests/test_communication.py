@@ -113,3 +113,11 @@ def test_frozen_parameters_are_gathered_and_never_reduced(dp: int) -> None:
     assert gathered == sum(p.numel() * 4 for p in model.parameters()) * (dp - 1) // dp
     again = sum(row.bytes for row in plan.communication if row.group == "parameters" and row.phase == "backward")
     assert again == sum(p.numel() * 4 for p in (model.head.weight, model.b.weight)) * (dp - 1) // dp
+
+
+@pytest.mark.parametrize("zero", STAGES)
+def test_clipping_by_the_global_norm_reduces_one_number(zero: int) -> None:
+    plain, clipped = (plan_of(Model(), 4, zero, clip) for clip in (False, True))
+    extra = clipped.communication.collectives - plain.communication.collectives
+    assert extra == (0 if zero == 0 else 1)  # at stage 0 all ranks hold whole gradients
+    assert clipped.communication.bytes_per_rank - plain.communication.bytes_per_rank == (6 if zero else 0)

@@ -18,6 +18,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from shardc._torch import FakeTensorMode
 from shardc.passes.graphs import Rewriter, is_getitem, is_op, is_random, kept, operands, typed, without_dead
+from shardc.passes.norms import join_norms
 from shardc.program import Info, Program, TensorType, Types
 from shardc.rules import decompositions
 
@@ -28,7 +29,7 @@ FRESH = ("clone", "empty", "zeros", "ones", "full", "new_", "scalar_tensor")  # 
 
 
 def normalize(program: Program) -> Program:
-    out = without_dead(_Normalization(program).run())
+    out = without_dead(_Normalization(without_dead(join_norms(program))).run())
     return without_dead(_merge_equal(out))
 
 

@@ -191,4 +191,4 @@ class _Propagation(Rewriter):
         results = [t for t in (kinds if isinstance(kinds, tuple) else (kinds,)) if t is not None]
         if is_cast(node) and self.old.info[node].phase == Phase.BACKWARD:
             return True  # a gradient is reduced in the wider type
-        return sum(t.nbytes for t in results) <= max(self.old.type(n).nbytes for n in held)
+        return sum(t.nbytes for t in results) <= sum(self.old.type(n).nbytes for n in held)
