@@ -24,7 +24,7 @@ test-all: lint
 	$(VENV)/bin/python -m pytest -q -n $(JOBS)
 
 lint: $(VENV)/.test
-	$(VENV)/bin/ruff check shardc tests examples benchmarks
+	$(VENV)/bin/ruff check .
 	$(VENV)/bin/mypy
 	$(VENV)/bin/lint-imports --no-cache
 
