@@ -81,6 +81,10 @@ def vector_norm(
     out = dtype or x.dtype
     out = torch.empty((), dtype=out).real.dtype if out.is_complex else out
     dims, work = _dims(x, dim), cast(x, wide(dtype or x.dtype))
+    if ord == 2 and len(dims) == work.dim() > 0 and work.is_contiguous() and not work.is_complex():
+        flat = view(work, [work.numel()])  # a product of the value with itself needs no second value of its size
+        norm = cast(aten.sqrt.default(aten.dot.default(flat, flat)), out)
+        return view(norm, [1] * work.dim()) if keepdim else norm
     if ord == 2 and not work.is_complex():
         return cast(aten.sqrt.default(total(aten.mul.Tensor(work, work), dims, keepdim)), out)
     size = aten.abs.default(work)
