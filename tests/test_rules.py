@@ -323,6 +323,12 @@ def test_squeeze_keeps_dims_that_only_a_part_has_at_size_one() -> None:
     assert decompositions()[aten.squeeze.dims](x, []).shape == (4, 1, 5)
 
 
+def test_zeroing() -> None:
+    decomposed(aten.zero.default, ints(4, 3))
+    got = decompositions()[aten._foreach_zero.default]([ints(2, 3), torch.ones(5)])
+    assert [(t.shape, t.dtype, int(t.count_nonzero())) for t in got] == [((2, 3), torch.float64, 0), ((5,), torch.float32, 0)]
+
+
 @pytest.mark.parametrize("reduction", [0, 1, 2])
 def test_losses(reduction: int) -> None:
     x, y, g = ints(4, 3) / 2, ints(4, 3, hi=9) / 3, ints(4, 3) if reduction == 0 else torch.tensor(2.0, dtype=torch.float64)
