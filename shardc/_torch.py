@@ -229,3 +229,45 @@ def when_printed(act: Callable[[], None]) -> Iterator[None]:
         yield
     finally:
         FunctionalTensor.__repr__ = before  # type: ignore[method-assign, assignment]
+
+
+def profiled_memory(run: torch.profiler.profile) -> tuple[list[tuple[int, int]], list[tuple[int, int, str, str]]]:
+    """Of a finished profile with ``profile_memory``: (time, bytes; frees are negative) of each change, and (begin, end, name,
+    operand shapes) of each operator, callers before what they call. Times in ns."""
+    assert run.profiler is not None and run.profiler.kineto_results is not None
+    changes, ranges = [], []
+    for e in run.profiler.kineto_results.events():
+        if e.name() == "[memory]":
+            changes.append((e.start_ns(), e.nbytes()))
+        else:
+            ranges.append((e.start_ns(), e.start_ns() + e.duration_ns(), e.name(), str(e.shapes())))
+    return sorted(changes), sorted(ranges, key=lambda r: (r[0], -r[1]))
+
+_Autocast: Any = lookup("torch.amp.autocast_mode", "autocast")
+
+
+@contextlib.contextmanager
+def autocast_stands_for(device: str) -> Iterator[None]:
+    """While inside, `torch.autocast` of `device`, or of "cpu" (which is what tensors then say), casts on the CPU."""
+    init, enter, leave = _Autocast.__init__, _Autocast.__enter__, _Autocast.__exit__
+
+    def new_init(self: Any, device_type: str, dtype: Any = None, enabled: bool = True, cache_enabled: Any = None) -> None:
+        if device_type in (device, "cpu"):
+            device_type, dtype = "cpu", torch.get_autocast_dtype(device) if dtype is None else dtype
+        init(self, device_type, dtype, enabled, cache_enabled)
+
+    def new_enter(self: Any) -> Any:
+        self.outer_device, self.device = self.device, "cpu" if self.device == device else self.device
+        return enter(self)
+
+    def new_exit(self: Any, *error: Any) -> Any:
+        try:
+            return leave(self, *error)
+        finally:
+            self.device = self.outer_device
+
+    _Autocast.__init__, _Autocast.__enter__, _Autocast.__exit__ = new_init, new_enter, new_exit
+    try:
+        yield
+    finally:
+        _Autocast.__init__, _Autocast.__enter__, _Autocast.__exit__ = init, enter, leave

@@ -309,3 +309,18 @@ def test_a_summary_holds_none_of_the_users_tensors() -> None:
     del args, found
     gc.collect()
     assert captured.program.slots and all(r() is None for r in alive)
+
+
+@pytest.mark.parametrize("named", ["cuda", "the tensor's"])
+def test_autocast_for_another_device(named: str) -> None:
+    def step(model: Any, x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+        with torch.autocast("cuda" if named == "cuda" else x.device.type, dtype=torch.bfloat16):
+            out = model(x)
+            normal = F.layer_norm(out, (3,))
+            loss = F.cross_entropy(out, y.argmax(1))
+        return out, normal, loss
+
+    args = (MLP(), *batches(1)[0])
+    program = capture(step, args, {}, observe(step, args, {}), device="cuda").program
+    assert [program.type(n).dtype for n in program.results] == [torch.bfloat16, torch.float32, torch.float32]
+    assert torch.autocast("cpu").device == "cpu"

@@ -33,6 +33,7 @@ def capture(
     kwargs: dict[str, Any],
     world: World,
     input_types: dict[str, TensorType] | None = None,
+    device: str = "cpu",
 ) -> Captured:
     """Trace one call of the step; nothing of the user's is changed, no tensor is computed or allocated.
 
@@ -41,6 +42,7 @@ def capture(
         args: its positional arguments, real or meta tensors, DTensors where state is sharded.
         kwargs: its keyword arguments.
         world: `observe(fn, args, kwargs)`. Plain numbers that the step changes (counters) become numbers of it.
+        device: kind of device that the program will run on; the trace is the same for all but for autocast.
         input_types: global types of inputs of which the arguments hold a part.
 
     Raises:
@@ -50,7 +52,7 @@ def capture(
     carried: frozenset[str] = frozenset()
     while True:
         try:
-            trace = Trace(fn, args, kwargs, world, input_types or {})
+            trace = Trace(fn, args, kwargs, world, input_types or {}, device)
             try:
                 found = trace.run()
             finally:
@@ -66,8 +68,9 @@ class Trace:
     """One trace; see `capture`."""
 
     def __init__(
-        self, fn: Callable[..., Any], args: Any, kwargs: Any, world: World, input_types: dict[str, TensorType]
+        self, fn: Callable[..., Any], args: Any, kwargs: Any, world: World, input_types: dict[str, TensorType], device: str
     ) -> None:
+        self.device = device
         self.fn, self.args, self.kwargs, self.world, self.input_types = fn, args, kwargs, world, input_types
         self.fake_mode = FakeTensorMode(allow_non_fake_inputs=False)
         self.module_names: dict[int, str] = {}
@@ -131,7 +134,9 @@ class Trace:
             stack.enter_context(self.recorder)
             self.functional_mode = stack.enter_context(FunctionalTensorMode())
             stack.enter_context(ops.sdpa_mode())
-            stack.enter_context(Watch(self._edited, self.recorder.line))
+            if self.device != "cpu":
+                stack.enter_context(_torch.autocast_stands_for(self.device))
+            stack.enter_context(Watch(self._edited, self.recorder.line, self.device))
             stack.enter_context(ops.optimizer_kernels())
             yield
 

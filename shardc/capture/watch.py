@@ -17,6 +17,20 @@ _SETTERS = frozenset(
     ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__imod__", "__ipow__")
 )
 
+# Operators that autocast runs in float32 on CUDA and not on the CPU, where the trace runs (torch's documentation of amp).
+_FLOAT32_ON_CUDA = frozenset(
+    ("__pow__", "__rdiv__", "__rpow__", "__rtruediv__", "acos", "asin", "binary_cross_entropy_with_logits", "cosh",
+     "cosine_embedding_loss", "cdist", "cosine_similarity", "cross_entropy", "cumprod", "cumsum", "dist", "erfinv", "exp",
+     "expm1", "group_norm", "hinge_embedding_loss", "kl_div", "l1_loss", "layer_norm", "log", "log10", "log_softmax", "log1p",
+     "log2", "margin_ranking_loss", "mse_loss", "multilabel_margin_loss", "multi_margin_loss", "nll_loss", "norm", "normalize",
+     "pdist", "poisson_nll_loss", "pow", "prod", "reciprocal", "rsqrt", "sinh", "smooth_l1_loss", "soft_margin_loss",
+     "softmax", "softmin", "softplus", "sum", "renorm", "tan", "triplet_margin_loss")
+)  # fmt: skip
+
+
+def _float32(x: Any) -> Any:
+    return x.float() if isinstance(x, Tensor) and x.dtype in (torch.float16, torch.bfloat16) else x
+
 
 class Watch(TorchFunctionMode):
     """See the module docstring.
@@ -24,16 +38,19 @@ class Watch(TorchFunctionMode):
     Args:
         edited: called with a tensor after an in-place operator on it.
         line: the user's line.
+        device: kind of device that the step is for.
     """
 
-    def __init__(self, edited: Callable[[Tensor], None], line: Callable[[], str]) -> None:
+    def __init__(self, edited: Callable[[Tensor], None], line: Callable[[], str], device: str) -> None:
         super().__init__()
-        self.edited, self.line = edited, line
+        self.edited, self.line, self.device = edited, line, device
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
         if name == "__set__" and func == _SET_DATA:
             return self._set_data(*args)
+        if self.device != "cpu" and name in _FLOAT32_ON_CUDA and torch.is_autocast_enabled("cpu"):
+            args, kwargs = tuple(map(_float32, args)), {k: _float32(v) for k, v in (kwargs or {}).items()}
         out = func(*args, **(kwargs or {}))
         if args and (name in _SETTERS or (name.endswith("_") and not name.endswith("__"))):
             for target in args[0] if isinstance(args[0], (list, tuple)) else args[:1]:
