@@ -254,7 +254,7 @@ class CompiledStep:
                 f"the last: {self._reason(world, call)}",
                 hint="make what changes at every call a tensor or a number of param_groups, or raise max_variants",
             )
-        captured = capture(self.fn, args, kwargs, world, call.types)
+        captured = capture(self.fn, args, kwargs, world, call.types, _device(self.options.mesh))
         plan = self._planned(captured, self.options.mesh)
         name, reason = f"{self.__name__}#{len(self.variants)}", self._reason(world, call)
         variant = Variant(name, reason, plan, captured, world.summary(), call.types)
@@ -301,11 +301,11 @@ class CompiledStep:
         if -1 in mesh.shape:
             mesh = mesh.resolve(1 if mesh.simulated else int(os.environ.get("WORLD_SIZE", 1)))
         types = self._global_types(world, mesh)
-        captured = capture(self.fn, args, kwargs, world, types)
+        captured = capture(self.fn, args, kwargs, world, types, _device(mesh))
         with captured.effects.pretended(world, captured.program.slots):
             steady = self._observe(args, kwargs)
             if not _same_key(steady, world):
-                captured = capture(self.fn, args, kwargs, steady, types)
+                captured = capture(self.fn, args, kwargs, steady, types, _device(mesh))
         self._plan = self._planned(captured, mesh)
         return self._plan
 
@@ -339,6 +339,11 @@ class CompiledStep:
         return (
             f"<shardc step {self.__name__}: mesh {self.options.mesh}, zero {self.options.zero}, {len(self.variants)} variants>"
         )
+
+
+def _device(mesh: Mesh) -> str:
+    """Kind of device that a program for `mesh` runs on."""
+    return torch.device(mesh.device or ("cuda" if torch.cuda.is_available() else "cpu")).type
 
 
 def _same_key(a: World, b: World) -> bool:
