@@ -80,6 +80,18 @@ def result_specs(rule: Rule, split: dict[str, Dim], partial: set[tuple[str, str]
     return out
 
 
+def made_factors(rule: Rule, results: Sequence[ShardSpec | None], mesh: Mesh) -> dict[str, Dim]:
+    """How the factors that no operand has (of constants, of expanded dims) are split, given how the results lie."""
+    given = {f for factors in rule.operands for names in factors for f in names}
+    out: dict[str, Dim] = {}
+    for spec, factors in zip(results, rule.results, strict=True):
+        for dim, names in zip(spec.dims, factors, strict=True) if spec is not None and factors is not None else ():
+            if dim_axes(dim) and not given.issuperset(names):
+                parts = split_dim(dim, [rule.sizes[f] for f in names], mesh) or ()
+                out |= {f: part for f, part in zip(names, parts, strict=False) if f not in given and dim_axes(part)}
+    return out
+
+
 def is_free(src: ShardSpec, dst: ShardSpec, mesh: Mesh) -> bool:
     """Whether `dst` is had from `src` by slicing alone."""
     return all(step.kind == "slice" for step in reshard(src, dst, mesh))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import fx
 
 from shardc.errors import VerifyError
-from shardc.passes.factors import choose, required, result_specs, rule_of
+from shardc.passes.factors import choose, made_factors, required, result_specs, rule_of
 from shardc.passes.graphs import STEPS, is_op, operands, reshard
 from shardc.program import Program
 from shardc.reshard import Step
@@ -94,13 +94,12 @@ def _operator(program: Program, node: fx.Node, stage: str) -> None:
     split, _ = choose(rule, specs, {a for a, _ in partial}, mesh)
     results = program.info[node].spec
     got = results if isinstance(results, tuple) else (results,)
-    if not split and not all(s is None or s.is_replicated for s in got):
-        return  # a creation operator that was moved into a slice (sink checked it against the rule)
+    split = {**made_factors(rule, got, mesh), **split}
     for spec, factors in zip(specs, rule.operands, strict=True):
         want = required(factors, rule, split, mesh)
         _need(program, node, stage, spec.with_partial(()) == want, f"has an operand in {spec}, its rule {rule} wants {want}")
     want_results = result_specs(rule, split, partial, mesh)
-    same = all(a == b for a, b in zip(got, want_results, strict=True)) or not any(s.axes for s in specs)
+    same = all(a == b for a, b in zip(got, want_results, strict=True))
     _need(
         program,
         node,
