@@ -1,5 +1,7 @@
 """shardc: a functional sharding compiler for PyTorch training steps."""
 
+import importlib
+
 from shardc.api import CompiledStep, compile
 from shardc.errors import ShardcError
 from shardc.mesh import Mesh
@@ -7,5 +9,13 @@ from shardc.ops.constrain import constrain
 from shardc.plan import Plan
 from shardc.runtime.whole import gathered
 from shardc.spec import P, ShardSpec
+
+
+def __getattr__(name: str) -> object:
+    """`shardc.testing` and `shardc.rules` without an import of their own."""
+    if name in ("testing", "rules"):
+        return importlib.import_module(f"shardc.{name}")
+    raise AttributeError(f"module 'shardc' has no attribute {name!r}")
+
 
 __all__ = ["CompiledStep", "Mesh", "P", "Plan", "ShardSpec", "ShardcError", "compile", "constrain", "gathered"]

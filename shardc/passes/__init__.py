@@ -17,7 +17,7 @@ from shardc.passes.verify import verify
 from shardc.program import Program
 
 PIPELINE: list[tuple[str, Callable[[Program, Options], Program]]] = [
-    ("normalize", lambda program, options: normalize(program)),
+    ("normalize", normalize),
     ("annotate", annotate),
     ("rebuild", lambda program, options: rebuild(program)),
     ("propagate", propagate),

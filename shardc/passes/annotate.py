@@ -15,10 +15,14 @@ from torch import fx
 
 from shardc.errors import OptionError, SpecError
 from shardc.mesh import Mesh
+from shardc.ops.constrain import pinned
 from shardc.options import Options
 from shardc.placements import to_placements
 from shardc.program import Program, Slot, SlotKind
 from shardc.spec import Factor, P, ShardSpec
+
+
+CONSTRAIN = torch.ops.shardc.constrain.default
 
 
 def annotate(program: Program, options: Options) -> Program:
@@ -34,6 +38,10 @@ def annotate(program: Program, options: Options) -> Program:
         slot = out.slots.get(path) or _passing_gradient(path, out, pins, options)
         if node.op == "call_function" and _is_pinned(out, node, slot, options):
             out.info[node] = out.info[node].but(spec=slot.storage, why=f"storage of {path}")
+    for node in out.compute_nodes():
+        if node.target is CONSTRAIN:
+            spec = pinned(str(node.args[1])).to_spec(out.type(node).shape, out.mesh, where=out.info[node].where)
+            out.info[node] = out.info[node].but(spec=spec, why="constrain")
     for path, node in out.exit.items():
         if node.op == "call_function":
             out.info[node] = out.info[node].but(spec=out.slots[path].storage, why=f"storage of {path}")

@@ -17,6 +17,7 @@ from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from shardc._torch import FakeTensorMode
+from shardc.options import Options
 from shardc.passes.graphs import Rewriter, is_getitem, is_op, is_random, kept, operands, typed, without_dead
 from shardc.passes.norms import join_norms
 from shardc.program import Info, Program, TensorType, Types
@@ -28,15 +29,21 @@ SHAPING = (aten.view.default, aten._unsafe_view.default, aten.reshape.default, a
 FRESH = ("clone", "empty", "zeros", "ones", "full", "new_", "scalar_tensor")  # equal calls must stay different tensors
 
 
-def normalize(program: Program) -> Program:
-    out = without_dead(_Normalization(without_dead(join_norms(program))).run())
+def normalize(program: Program, options: Options) -> Program:
+    out = without_dead(_Normalization(without_dead(join_norms(program)), _table(program, options)).run())
     return without_dead(_merge_equal(out))
 
 
+def _table(program: Program, options: Options) -> dict[Any, Any]:
+    """Operators to decompose -> how. Where weights are split, a product may be partial before its bias is added."""
+    pinned = any(n.target is torch.ops.shardc.constrain.default for n in program.graph.nodes)
+    return dict(decompositions(split_products=bool(options.params) or pinned))
+
+
 class _Normalization(Rewriter):
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: Program, table: dict[Any, Any]) -> None:
         super().__init__(program)
-        self.table = decompositions()
+        self.table = table
         self.traced: dict[Any, fx.Graph] = {}
         self.fake = FakeTensorMode()
 

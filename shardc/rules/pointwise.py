@@ -20,12 +20,14 @@ LINEAR: dict[str, str] = {
     "aten.div.Tensor": "0",
     "aten.div.Scalar": "0",
     "aten.neg.default": "0",
+    "shardc.constrain.default": "0",
     "aten.positive.default": "0",
     "aten.lerp.Scalar": "0&1",
     "aten.lerp.Tensor": "0&1",
     "aten.addcmul.default": "0&1 | 0&2",
     "aten.addcdiv.default": "0&1",
     "aten.where.self": "1&2",
+    "aten.masked_fill.Tensor": "0&2",
     "aten.conj_physical.default": "0",
     "aten.threshold_backward.default": "0",
     "aten.gelu_backward.default": "0",
@@ -59,7 +61,7 @@ NONLINEAR = """
     bitwise_xor.Tensor bitwise_not.default bitwise_and.Scalar bitwise_or.Scalar __and__.Tensor __or__.Tensor
     where.ScalarOther where.ScalarSelf where.Scalar floor_divide.default div.Tensor_mode div.Scalar_mode
     log_sigmoid_forward.default threshold.default nan_to_num.default lgamma.default digamma.default logaddexp.default
-    masked_fill.Tensor hypot.default logit.default _prelu_kernel.default celu.default heaviside.default copysign.Tensor
+    hypot.default logit.default _prelu_kernel.default celu.default heaviside.default copysign.Tensor
     asin.default acos.default atan.default sinh.default cosh.default asinh.default acosh.default atanh.default
     bitwise_left_shift.Tensor bitwise_right_shift.Tensor fill.Scalar softshrink.default hardshrink.default
     native_dropout.default bernoulli.default bernoulli.p bernoulli.Tensor rand_like.default randn_like.default
