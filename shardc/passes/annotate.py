@@ -21,7 +21,6 @@ from shardc.placements import to_placements
 from shardc.program import Program, Slot, SlotKind
 from shardc.spec import Factor, P, ShardSpec
 
-
 CONSTRAIN = torch.ops.shardc.constrain.default
 
 

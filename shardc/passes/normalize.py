@@ -58,7 +58,7 @@ class _Normalization(Rewriter):
                 self.env[node] = self.copied(node)
             elif node.target in self.table and not self.has_numbers(node):
                 args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: self.env[n])
-                self.env[node] = self.inline(node.target, args, kwargs, self.old.info[node])
+                self.env[node] = self.inline(node.target, args, kwargs, self.old.info[node])  # type: ignore[arg-type]
             elif is_getitem(node) and isinstance(self.env[node.args[0]], tuple):  # type: ignore[index]
                 self.env[node] = self.env[node.args[0]][node.args[1]]  # type: ignore[index]
             else:
@@ -132,7 +132,7 @@ class _Normalization(Rewriter):
 
                 def fn(*tensors: torch.Tensor) -> Any:
                     full = fx.node.map_aggregate(holes, lambda a: tensors[a.index] if isinstance(a, _Hole) else a)
-                    return self.table[target](*full[0], **full[1])  # type: ignore[index]
+                    return self.table[target](*full[0], **full[1])
 
                 self.traced[key] = make_fx(fn)(*flat).graph
         return self.traced[key]
