@@ -253,6 +253,12 @@ def test_refusals_say_what_to_write() -> None:
         rule_for(aten.index.Tensor, (f64(4), [mask]), {}, f64(3))
 
 
+def test_attention_over_broadcast_batches_is_refused() -> None:
+    q, k = f64(2, 6, 5, 4), f64(1, 6, 7, 4)
+    with pytest.raises(RuleError, match=r"batch dims that are broadcast[\s\S]*expand"):
+        rule_for(torch.ops.shardc.sdpa.default, (q, k, k, None, False, None, False), {}, (q, f64(2, 6, 5)))
+
+
 @pytest.mark.parametrize(
     "text", ["[a],[b]", "a->b", "[a]->[a]; a: maybe", "[a]->[a]; b: sum", "[a]->[a]; linear: x", "[a->[a]", "[a]->[a]->[a]"]
 )

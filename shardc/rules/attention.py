@@ -13,7 +13,7 @@ def _heads(draft: Draft, q: Sequence[int], k: Sequence[int]) -> tuple[list[DimFa
     lead = draft.fresh(q[:-3])
     if len(q) < 3:
         return lead, lead
-    if len(q) < 4 or q[-3] == k[-3]:
+    if q[-3] == k[-3]:
         last = draft.new(q[-3])
         return [*lead, last], [*lead, last]
     shared = draft.new(k[-3])
@@ -27,7 +27,7 @@ def attention(backward: bool) -> Builder:
         draft = Draft(call)
         at = {n: call.position(n) for n in ("query", "key", "value", "attn_mask")}
         q, k, v = (call.operands[at[n] or 0].shape for n in ("query", "key", "value"))
-        if any(a != b and 1 in (a, b) for a, b in zip(q[:-3], k[:-3], strict=True)) or k[:-2] != v[:-2]:
+        if len(q) != len(k) or q[:-3] != k[:-3] or k[:-2] != v[:-2] or len(q) > 2 and q[-3] % k[-3]:
             raise call.refuse("batch dims that are broadcast", "expand query, key and value to the same batch dims")
         heads, shared = _heads(draft, q, k)
         t = draft.new(q[-2], WHOLE if backward or call["is_causal"] else "pass")

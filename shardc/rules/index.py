@@ -52,13 +52,14 @@ def index(call: Call) -> Rule:
 
 
 def index_put(call: Call) -> Rule:
-    """The elements written are whole: any of them may go anywhere. Adding is jointly linear, and so is overwriting."""
+    """The elements written are whole: any of them may go anywhere. Adding is jointly linear."""
     draft = Draft(call)
     dims, out, indices = _indexed(call, draft)
     for f in {f for t in indices for d in t for f in d}:
         draft.kinds[f] = WHOLE
     values = len(indices) + 1
-    return draft.rule([dims, *indices, draft.broadcast(call.operands[values].shape, out)], [dims], [frozenset({0, values})])
+    linear = [frozenset({0, values})] if call["accumulate"] is True else []  # which of two writes lasts may differ by rank
+    return draft.rule([dims, *indices, draft.broadcast(call.operands[values].shape, out)], [dims], linear)
 
 
 def _beside(draft: Draft, shape: tuple[int, ...], index: tuple[int, ...], k: int) -> tuple[list[DimFactors], list[DimFactors]]:

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardc.rules import optim
 from shardc.rules.arithmetic import aten
 from shardc.rules.call import overload
-from shardc.rules.registry import BUILT_IN
 from shardc.rules.sample import Op, Sample, index, ints
 
 
@@ -205,6 +205,7 @@ def attentions() -> Iterator[Sample]:
         (q, k, v, ints(2, 1, 5, 7) > -3, False, None, False),
         (q, *few, None, False, None, True),
         (q[0], k[0], v[0], None, False, None, False),
+        (q[0], few[0][0], few[1][0], None, False, None, True),
     )
     for case in cases:
         out, lse = sdpa(*case)
@@ -220,8 +221,8 @@ def attentions() -> Iterator[Sample]:
 
 def updates() -> Iterator[Sample]:
     """Each optimizer's update, on a parameter of two dims and on a number."""
-    for name in BUILT_IN:
-        if name.startswith("shardc.") and (op := overload(name)) is not None and "sdpa" not in name:
+    for name in optim.TABLE:
+        if (op := overload(name)) is not None:  # None: shardc.ops has not been imported
             for shape in ((4, 3), ()):
                 args: list[Any] = []
                 for a in op._schema.arguments:
