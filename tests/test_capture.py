@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 from typing import Any
@@ -262,6 +263,15 @@ def test_dataclasses_dicts_and_lists(plain_ops: None) -> None:
 
     found = check(step, with_optimizer(MLP, torch.optim.SGD, lr=0.1), items(), captures=1)
     assert list(found[0].program.inputs) == ["batch.x", "batch.extra.weights[0]", "more[0]"]
+
+
+def test_mappings_that_are_not_dicts(plain_ops: None) -> None:
+    def step(model: nn.Module, optimizer: Any, batch: Any) -> Tensor:
+        return mlp_step(model, optimizer, batch["x"], batch["y"])
+
+    items = [(collections.UserDict({"x": x, "y": y}),) for x, y in batches(2)]
+    found = check(step, with_optimizer(MLP, torch.optim.SGD, lr=0.1), items, captures=1)
+    assert list(found[0].program.inputs) == ["batch.x", "batch.y"]
 
 
 def test_accumulation_gradients_survive_and_versions() -> None:

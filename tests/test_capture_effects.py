@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
 import torch
-from capture_replay import check
+from capture_replay import check, replay
 from test_capture import GPT, MLP, batches, lm_step, mlp_step, plain_ops, tokens, with_optimizer
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -324,3 +325,34 @@ def test_autocast_for_another_device(named: str) -> None:
     program = capture(step, args, {}, observe(step, args, {}), device="cuda").program
     assert [program.type(n).dtype for n in program.results] == [torch.bfloat16, torch.float32, torch.float32]
     assert torch.autocast("cpu").device == "cpu"
+
+
+def test_methods_partials_and_callable_objects(plain_ops: None) -> None:
+    class Trainer:
+        def __init__(self) -> None:
+            torch.manual_seed(0)
+            self.model = MLP()
+            self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
+            self.steps = 0
+
+        def step(self, x: Tensor, y: Tensor) -> Tensor:
+            self.steps += 1
+            return mlp_step(self.model, self.optimizer, x, y)
+
+        __call__ = step
+
+    expected = Trainer()
+    loss = expected.step(*batches(1)[0])
+    for make in (lambda t: t.step, lambda t: t, lambda t: functools.partial(mlp_step, t.model, t.optimizer)):
+        trainer = Trainer()
+        fn = make(trainer)
+        world = observe(fn, batches(1)[0], {})
+        found = capture(fn, batches(1)[0], {}, world)
+        assert torch.equal(replay(found, world), loss.detach())
+        assert all(torch.equal(a, b) for a, b in zip(trainer.model.parameters(), expected.model.parameters(), strict=True))
+        assert trainer.steps == (0 if isinstance(fn, functools.partial) else 1)
+
+
+def test_wrapped_modules_are_refused() -> None:
+    with pytest.raises(CaptureError, match="model is wrapped in DataParallel"):
+        observe(mlp_step, (nn.DataParallel(MLP()), None, *batches(1)[0]), {})

@@ -34,7 +34,9 @@ def _walk_twin(trace: Trace, arguments: dict[str, Any]) -> World:
     outside: list[Resolved] = []
     for found in trace.world.outside:
         holder = trace.twin.namespace(found.holder)
-        if found.key:
+        if holder is None:
+            value = trace.twin.memo.get(id(found.value), found.value)
+        elif found.key:
             value = holder.get(found.key, found.value)
         else:
             try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import types
@@ -22,7 +23,7 @@ class Resolved:
     Args:
         name: the variable.
         value: what it holds now.
-        holder: the closure cell, or the dict of globals.
+        holder: the closure cell, or the dict of globals; None for what the callable carries along.
         key: the name in the globals; "" for a cell.
     """
 
@@ -44,6 +45,20 @@ def underlying(fn: Callable[..., Any]) -> types.FunctionType | None:
     return call if isinstance(call, types.FunctionType) else None
 
 
+def bound_values(fn: Callable[..., Any]) -> Iterator[Resolved]:
+    """What a callable carries along: the object of a method, the arguments of a partial, a callable object itself."""
+    if isinstance(fn, functools.partial):
+        yield from bound_values(fn.func)
+        given: dict[str, Any] = {f"args[{i}]": x for i, x in enumerate(fn.args)} | fn.keywords
+        with contextlib.suppress(TypeError, ValueError):
+            given = dict(inspect.signature(fn.func).bind_partial(*fn.args, **fn.keywords).arguments)
+        yield from (Resolved(name, value, None, "") for name, value in given.items())
+    elif isinstance(fn, types.MethodType):
+        yield Resolved("self", fn.__self__, None, "")
+    elif not isinstance(fn, types.FunctionType):
+        yield Resolved("self", fn, None, "")
+
+
 def code_names(code: types.CodeType) -> Iterator[str]:
     """Names of globals (and attributes) in a code object and the functions defined inside of it."""
     yield from code.co_names
@@ -54,7 +69,7 @@ def code_names(code: types.CodeType) -> Iterator[str]:
 
 def named_values(fn: Callable[..., Any]) -> list[Resolved]:
     """What `fn`, and the user's functions that it names, reach through closures and globals and that may hold state."""
-    out: list[Resolved] = []
+    out = list(bound_values(fn))
     seen: set[int] = set()
     queue = [f for f in (underlying(fn), underlying(inspect.unwrap(fn))) if f is not None]
     while queue:

@@ -72,7 +72,7 @@ class Twin:
             if all(a is b for a, b in zip(parts, obj, strict=True)):
                 return obj
             return self._remember(obj, type(obj)(*parts) if hasattr(obj, "_fields") else type(obj)(parts))
-        return self._object(obj) if descends(type(obj)) else obj
+        return self._object(obj) if descends(type(obj)) or isinstance(obj, collections.UserDict) else obj
 
     def release(self) -> None:
         """Forget originals and copies."""

@@ -35,6 +35,12 @@ _MODULE_OWN = frozenset(
      "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_state_dict_hooks", "_state_dict_pre_hooks",
      "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")
 )  # fmt: skip
+_WRAPPERS = {
+    "OptimizedModule": "_orig_mod",
+    "DistributedDataParallel": "module",
+    "FullyShardedDataParallel": "module",
+    "DataParallel": "module",
+}
 _OPTIMIZER_OWN = frozenset(("param_groups", "state", "defaults", "_warned_capturable_if_run_uncaptured", "_opt_called"))
 
 
@@ -63,7 +69,8 @@ def walk_world(arguments: dict[str, Any], outside: list[Resolved], index: bool =
     for name, value in arguments.items():
         walk.visit(name, value, arguments, name, True)
     for found in outside:
-        walk.named(SCOPE.format(found.name), found.holder)
+        if found.holder is not None:
+            walk.named(SCOPE.format(found.name), found.holder)
         if id(found.value) not in walk.seen:
             name = found.name if found.name not in world.signature else f"{found.name} (outside)"
             walk.visit(name, found.value, found.holder, found.key, False)
@@ -186,6 +193,12 @@ class _Walk:
 
     def module(self, path: str, module: nn.Module) -> None:
         world, signature = self.world, self.world.signature
+        if type(module).__name__ in _WRAPPERS and type(module).__module__.startswith("torch."):
+            inner = _WRAPPERS[type(module).__name__]
+            raise CaptureError(
+                f"{path} is wrapped in {type(module).__name__}; shardc compiles and shards the module itself", where=path,
+                hint=f"pass the module in it ({path}.{inner})",
+            )  # fmt: skip
         world.modules[id(module)] = path
         signature[path] = ("module", type(module).__qualname__, module.training)
         for name, p in module._parameters.items():
