@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -85,6 +85,32 @@ def replaced_optimizer_loops(new: Mapping[str, Callable[[Callable[..., None]], C
         for name, make in new.items():
             stack.enter_context(replaced(*OPTIMIZER_LOOPS[name], make))
         yield
+
+
+@contextlib.contextmanager
+def states_of_fused(optimizer: torch.optim.Optimizer, groups: Sequence[dict[str, Any]]) -> Iterator[None]:
+    """While inside, `optimizer` makes the state of `groups` as its fused path does (whose step counters are float32), also
+    where their flag says otherwise, and does not ask whether the device has fused kernels."""
+    if not groups or not hasattr(optimizer, "_init_group"):
+        yield
+        return
+    init, check = optimizer._init_group, "_need_device_dtype_check_for_fused"
+    had = {name: optimizer.__dict__[name] for name in (check, "_init_group") if name in optimizer.__dict__}
+
+    def init_group(group: dict[str, Any], *lists: Any) -> Any:
+        flag, group["fused"] = group["fused"], any(group is g for g in groups)
+        try:
+            return init(group, *lists)
+        finally:
+            group["fused"] = flag
+
+    optimizer.__dict__.update({check: False, "_init_group": init_group})
+    try:
+        yield
+    finally:
+        for name in (check, "_init_group"):
+            optimizer.__dict__.pop(name, None)
+        optimizer.__dict__.update(had)
 
 
 def assign(target: Tensor, value: Tensor) -> None:

@@ -35,7 +35,8 @@ class MemoryProfile:
 
     Args:
         base: bytes alive before the first instruction (state and inputs).
-        timeline: (instruction name, bytes alive when it has its results and has freed nothing yet), in order.
+        timeline: (instruction name, bytes alive when it has its results and has freed nothing yet, with what its kernel holds
+            inside), in order.
         peak_bytes, peak_at: the largest of them (or the base), and its instruction.
         by_category: bytes alive at the peak, by category.
         categories: for each entry of the timeline the bytes by category.
@@ -105,14 +106,23 @@ class Tracker:
                 self.live -= entry[1]
                 self.by_category[self._category.pop(key)] -= entry[1]
 
-    def mark(self, name: str) -> None:
-        """All that lives at this point of the instruction `name` has been added."""
+    def mark(self, name: str, inside: int = 0) -> None:
+        """All that lives at this point of the instruction `name` has been added.
+
+        Args:
+            inside: bytes of temporaries that its kernel held besides (they count as "other").
+        """
+        total = self.live + inside
+        if self.timeline is None and total <= self.peak:
+            return
+        made = {k: n for k, n in self.by_category.items() if n}
+        if inside:
+            made["other"] = made.get("other", 0) + inside
         if self.timeline is not None:
-            self.timeline.append((name, self.live))
-            self.categories.append({k: n for k, n in self.by_category.items() if n})
-        if self.live > self.peak:
-            self.peak, self.peak_at = self.live, name
-            self.at_peak = {k: n for k, n in self.by_category.items() if n}
+            self.timeline.append((name, total))
+            self.categories.append(made)
+        if total > self.peak:
+            self.peak, self.peak_at, self.at_peak = total, name, made
 
     def profile(self) -> MemoryProfile:
         return MemoryProfile(

@@ -28,6 +28,7 @@ from shardc.runtime.accounting import MemoryProfile, Stats
 from shardc.runtime.comm import Move, Request, Wait
 from shardc.runtime.liveness import Liveness, outs_of, uses_of
 from shardc.runtime.measure import Measure, describe
+from shardc.runtime.workspace import workspace_of
 from shardc.spec import ShardSpec
 
 
@@ -223,7 +224,7 @@ class Executor:
         elif isinstance(i, Compute):
             if k not in self.sources:
                 self.sources[k] = self._compute(i)
-            parts = [self.sources[k]]
+            parts = [self.sources[k], *(self._inside(i) if measured else [])]
         elif isinstance(i, Collective):
             return self._collective(k, i, measured)
         elif isinstance(i, Write):
@@ -279,6 +280,17 @@ class Executor:
             return f"{', '.join(f'r{o.reg}' for _, o in outs)}, = {call}"
         picked = "; ".join(f"r{o.reg} = several[{n}]" for n, o in outs)
         return f"several = {call}; {picked}; del several"
+
+    def _inside(self, i: Compute) -> list[str]:
+        """Source that counts what the kernel of a Compute holds beyond its results."""
+        outs = outs_of(i)
+        found = None
+        if outs and outs[0].dtype is not None and i.draw is None and not i.inplace and self._fills(i) is None:
+            found = workspace_of(i.op, self.liveness.kernel(i.op).function, self.device)
+        if found is None:
+            return []
+        args = self._tree(tuple(kernels.evaluate(i.args, self.mesh, self.coord, self.device)))
+        return [f"measure.inside({self._const(found)}, {args}, {', '.join(f'r{o.reg}' for o in outs)})"]
 
     def _draw(self, i: Compute, out: Out, args: Any, kwargs: Mapping[str, Any]) -> str:
         assert out.spec is not None and out.dtype is not None

@@ -14,6 +14,7 @@ from shardc.instructions import Input, Instruction, Out, Read, Write
 from shardc.runtime.accounting import Tracker
 from shardc.runtime.comm import Start
 from shardc.runtime.liveness import outs_of
+from shardc.runtime.workspace import Workspace
 from shardc.spec import ShardSpec
 
 SENT, RECEIVED = -1, -2
@@ -45,6 +46,7 @@ class Measure:
     ) -> None:
         self.instructions, self.shape, self.categories, self.rank = instructions, shape, categories, rank
         self.tracker = Tracker(timeline)
+        self.held = 0  # by the kernel of the instruction at hand
 
     def begin(self, *tables: Mapping[str, Any]) -> None:
         """State and inputs are there before the step."""
@@ -52,6 +54,10 @@ class Measure:
             if isinstance(value, Tensor):
                 self.tracker.pin(value, self.categories.get(path, "other"))
         self.tracker.begin()
+
+    def inside(self, workspace: Workspace, args: Sequence[Any], *results: Any) -> None:
+        """A kernel ran that holds more than its results; its operands still live."""
+        self.held = workspace(args, results)
 
     def results(self, k: int, *values: Any) -> None:
         """The registers that an instruction defines.
@@ -63,7 +69,8 @@ class Measure:
         for out, value in zip(outs_of(i), values, strict=True):
             self._take(i, out, value)
         if values:
-            self.tracker.mark(i.name)
+            self.tracker.mark(i.name, self.held)
+        self.held = 0
         self.tracker.drop(i.frees)
 
     def opened(self, k: int, request: Start, early: Sequence[int]) -> None:
