@@ -35,8 +35,10 @@ def equal(name: str, rows: int, points: list[tuple[int, int]]) -> list[Report]:
     for report in reports:
         assert report.steps == 3
         assert report.compared > 3 * 5 * parameters  # value, gradient, two moments and a count of steps of each, per step
-        # What only agrees within its own rounding: biases whose true gradient is zero (of keys; before batch statistics).
-        assert len({r.path for r in report.rounded}) < parameters // 2
+        # Only biases of keys, whose true gradient is zero, may agree within their own rounding alone: AdamW steps on noise there.
+        noise = {r.path for r in report.rounded if r.path.startswith("model.")}
+        assert all(path.endswith(("key.bias", "k_proj.bias")) for path in noise)
+        assert len({r.path for r in report.rounded}) == 3 * len(noise)  # each with its two moments
     return reports
 
 
