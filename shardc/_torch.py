@@ -297,3 +297,14 @@ def autocast_stands_for(device: str) -> Iterator[None]:
         yield
     finally:
         _Autocast.__init__, _Autocast.__enter__, _Autocast.__exit__ = init, enter, leave
+
+
+@contextlib.contextmanager
+def without_mkldnn() -> Iterator[None]:
+    """While inside, operators do not take oneDNN's own fused forms (an LSTM as one operator of the CPU alone)."""
+    before = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(before)

@@ -367,6 +367,20 @@ def test_kept_tensors_and_flags(plain_ops: None) -> None:
     assert found[0].program.slots["model.last"].kind is SlotKind.TENSOR
 
 
+def test_recurrent_network() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rnn, self.head = nn.LSTM(5, 4, batch_first=True), nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.rnn(x.unsqueeze(1).expand(-1, 3, -1))[0]
+            return self.head(out[:, -1])
+
+    found = check(mlp_step, with_optimizer(Net, torch.optim.SGD, lr=0.1), batches(2), exact=False, captures=1)
+    assert not any("mkldnn" in str(n.target) for n in found[0].program.compute_nodes())
+
+
 def test_meta_tensors_allocate_nothing() -> None:
     with torch.device("meta"):
         model = GPT(vocab=1000, width=4096, layers=1, heads=8)

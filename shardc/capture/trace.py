@@ -131,6 +131,7 @@ class Trace:
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.autograd.set_multithreading_enabled(False))
             stack.enter_context(torch.random.fork_rng(devices=[]))
+            stack.enter_context(_torch.without_mkldnn())
             stack.enter_context(self.recorder)
             self.functional_mode = stack.enter_context(FunctionalTensorMode())
             stack.enter_context(ops.sdpa_mode())
@@ -293,6 +294,7 @@ class Trace:
         program.set_output()
         _remove_dead(program, {n for n, _ in self.recorder.guards})
         order = {n: i for i, n in enumerate(n for n in program.graph.nodes if n in program.draws)}
+        program.graph.lint()
         for node, i in order.items():
             program.draws[node] = type(program.draws[node])(i)
 
