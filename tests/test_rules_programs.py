@@ -117,8 +117,8 @@ CASES: dict[str, Callable[[], Made]] = {
     "instance_and_group_norm": lambda: (Squared(nn.Conv1d(3, 6, 1), nn.InstanceNorm1d(6, affine=True), nn.GroupNorm(3, 6)),
                                         randn(ROWS, 3, 8)),
     "activations": lambda: (
-        Squared(nn.Linear(3, 6), nn.RMSNorm(6), nn.ELU(), nn.Softplus(), nn.Mish(), nn.Hardswish(), nn.LogSigmoid(), nn.PReLU(4),
-                nn.Hardtanh(), nn.GLU()),
+        Squared(nn.Linear(3, 6), nn.RMSNorm(6), nn.ELU(), nn.Softplus(), nn.Mish(), nn.Hardswish(), nn.LogSigmoid(),
+                nn.PReLU(4), nn.Hardtanh(), nn.GLU()),
         randn(ROWS, 4, 3),
     ),
     "pooling": lambda: (
