@@ -28,6 +28,7 @@ def optimizers(trace: Trace) -> Iterator[None]:
     saved: list[tuple[dict[str, Any], str, Any]] = []
     handles: list[Any] = []
     entered: list[contextlib.ExitStack] = []
+    throughout = contextlib.ExitStack()
     for path, optimizer in trace.world.optimizers.items():
         twin = trace.twin.memo[id(optimizer)]
         inside = contextlib.ExitStack()
@@ -35,6 +36,7 @@ def optimizers(trace: Trace) -> Iterator[None]:
         handles.append(twin.register_step_post_hook(lambda o, *_, p=path: trace.optimizer_stepped(p, o)))
         handles.append(twin.register_step_pre_hook(lambda *_, s=inside: s.enter_context(_torch.compiling(False))))
         handles.append(twin.register_step_post_hook(lambda *_, s=inside: s.close()))
+        throughout.enter_context(_torch.states_of_fused(twin, [g for g in twin.param_groups if g.get("fused")]))
         for group in twin.param_groups:
             for flag in ("foreach", "fused"):
                 if flag in group:
@@ -43,6 +45,7 @@ def optimizers(trace: Trace) -> Iterator[None]:
     try:
         yield
     finally:
+        throughout.close()
         for group, flag, value in saved:
             group[flag] = value
         for handle in handles:

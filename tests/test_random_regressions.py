@@ -1,0 +1,73 @@
+"""What random programs once got wrong, made small."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shardc import P
+from shardc.testing import check
+
+Step = Callable[..., Any]
+
+
+@pytest.fixture(autouse=True)
+def verified(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SHARDC_VERIFY", "1")
+
+
+def batches(*shapes: tuple[int, ...], steps: int = 3) -> list[tuple[Tensor, ...]]:
+    g = torch.Generator().manual_seed(3)
+    return [tuple(torch.randn(shape, generator=g) for shape in shapes) for _ in range(steps)]
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> Tensor:
+    optimizer.zero_grad()
+    loss = F.mse_loss(model(x), y)
+    loss.backward()
+    optimizer.step()
+    return loss
+
+
+def state(model: Callable[[], nn.Module], optimizer: type[torch.optim.Optimizer] = torch.optim.SGD, **kw: Any) -> Step:
+    def make() -> tuple[nn.Module, torch.optim.Optimizer]:
+        m = model()
+        return m, optimizer(m.parameters(), **{"lr": 0.01, **kw})
+
+    return make
+
+
+@pytest.mark.parametrize("foreach", [False, True])
+def test_gradients_that_are_set_to_zero(foreach: bool) -> None:
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> Tensor:
+        loss = F.mse_loss(model(x), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+        return loss
+
+    make = state(lambda: nn.Linear(5, 3), torch.optim.Adam, foreach=foreach)
+    check(step, make, batches((3, 5), (3, 3)), mesh={"dp": 2}, zero=3)
+
+
+def test_the_fused_path_counts_steps_in_float32_whatever_the_default_dtype() -> None:
+    for optimizer in (torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad):
+        check(train, state(lambda: nn.Linear(5, 3), optimizer, fused=True), batches((3, 5), (3, 3)), mesh={"dp": 2}, zero=2)
+
+
+def test_an_expanded_dim_is_split_by_the_slices_that_its_users_take() -> None:
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        mask = (y.sum(-1) > 0).to(x.dtype)
+        loss = (((model(x) - y) ** 2).mean(-1) * mask).sum() / mask.sum().clamp_min(1)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    pins = {"weight": P("tp"), "bias": P("tp")}
+    check(step, state(lambda: nn.Linear(24, 4)), batches((2, 24), (2, 4)), mesh={"tp": 3, "dp": 4}, zero=3, params=pins)
