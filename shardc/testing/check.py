@@ -182,7 +182,7 @@ def check_processes(
     *,
     dtype: torch.dtype | None = torch.float64,
     rtol: float = RTOL,
-    timeout: float = 180.0,
+    timeout: float = 300.0,
     **options: Any,
 ) -> Report:
     """The same comparison with the compiled step on real gloo processes.

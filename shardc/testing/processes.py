@@ -68,7 +68,7 @@ class Outcome:
 
 
 def run_ranks(
-    n: int, target: Callable[..., Any], *args: Any, timeout: float = 120.0, env: Mapping[str, str] | None = None
+    n: int, target: Callable[..., Any], *args: Any, timeout: float = 300.0, env: Mapping[str, str] | None = None
 ) -> list[Any]:
     """Call `target(*args)` on `n` ranks.
 
@@ -96,7 +96,7 @@ def run_outcomes(
     n: int,
     target: Callable[..., Any],
     *args: Any,
-    timeout: float = 120.0,
+    timeout: float = 300.0,
     env: Mapping[str, str] | None = None,
     grace: float | None = None,
 ) -> list[Outcome]:
