@@ -4,7 +4,8 @@
 
 Both run in float64 from the same state on the same batches, torch seeded alike before each call. After every call the returned
 values, parameters, buffers, gradients, optimizer state and Python numbers must agree: integers exactly, floating-point tensors
-within ``max(1e-10 max|ref|, 10 d)``, where d is how far the oracle is from itself when its sums are re-associated.
+within ``max(1e-10 max|ref|, 10 d)``, where d is how far the oracle is from itself when its sums are re-associated or its
+parameters moved by one unit in the last place.
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ def check(
         make_state: returns its leading arguments as a tuple, with the same values at each call; torch is seeded before.
         batches: for each call the remaining arguments: a tuple, or a dict of keyword arguments. At least one.
         dtype: floating-point state and inputs are cast to it before both runs; None leaves them.
-        rtol: first term of the tolerance; give another one with another dtype.
+        rtol: first term of the tolerance; give another one with another dtype. 0 asks for equality in every bit.
         **options: of `shardc.compile`. A mesh given as a dict is simulated; `rng` is "torch" unless given, since only that
             draws the numbers of one device.
 

@@ -53,6 +53,7 @@ class Oracle:
         self.fn, self.make_state, self.batches, self.dtype = fn, make_state, list(batches), dtype
         self._plain: Run | None = None
         self._second: Run | None = None
+        self._nudged: Run | None = None
 
     @property
     def plain(self) -> Run:
@@ -74,8 +75,24 @@ class Oracle:
                 if _same_scalars(self.plain.steps[0].results, run.steps[0].results):
                     self._second = run
             if self._second is None:
-                self._second = self.run(self.fn, state=nudge)
+                self._second = self.nudged
         return self._second
+
+    @property
+    def nudged(self) -> Run:
+        """A run from parameters that are one unit in the last place larger."""
+        if self._nudged is None:
+            self._nudged = self.run(self.fn, state=nudge)
+        return self._nudged
+
+    def others(self) -> Iterator[Run]:
+        """Runs that differ from the plain one by rounding alone, the dear ones made only if asked for.
+
+        One may agree with it by chance, as a sum of two rows does with that of the rows reversed.
+        """
+        yield self.second
+        if self.second is not self.nudged:
+            yield self.nudged
 
     def state(self) -> tuple[Any, ...]:
         """The leading arguments, fresh, in the oracle's dtype."""
