@@ -48,7 +48,7 @@ reduce_scatter          @dp  gradients   backward     12       384 B  720 us    
 all_reduce              @dp  statistics  forward       1         4 B  120 us      0 %
 total                                                 36      1.1 kB  2.2 ms
 
-memory per rank at the peak   parameters 384 B | gradients 0 | optimizer 816 B | activations 576 B | gathered 64 B | other 48 B
+memory per rank at the peak   parameters 384 B | gradients 32 B | optimizer 816 B | activations 536 B | gathered 64 B | other 96 B
 peak 1.9 kB at aten.mm (model.h.11, train.py:1)
 time per step 2.4 ms on cpu (predicted)   compute 196 us | communication 2.2 ms | host 24 us
 
@@ -67,8 +67,8 @@ optimizer.state[{0,1}].step  f32[]      f32[]      []             8 B
 
 communication per step   none
 
-memory per rank at the peak   parameters 128 B | gradients 0 | optimizer 264 B | activations 196 B | gathered 0 | other 96 B
-peak 684 B at aten.sum (model, train.py:1)
+memory per rank at the peak   parameters 128 B | gradients 64 B | optimizer 264 B | activations 104 B | gathered 0 | other 192 B
+peak 752 B at aten.mm (model.h.1, train.py:1)
 time per step 40 us on cpu (predicted)   compute 36 us | communication 0 | host 4 us
 
 notes    replicated: none
@@ -122,11 +122,10 @@ all_gather@dp  parameters  update    3 x, 96 B  ->     0 x, 0
 all_gather@dp  parameters  forward      0 x, 0  ->  3 x, 96 B
 all_gather@dp  parameters  backward     0 x, 0  ->  2 x, 64 B
 communication              total         196 B  ->      260 B
-memory  peak         640 B  ->  556 B
-memory  parameters   192 B  ->   96 B
-memory  activations  100 B  ->  144 B
-memory  gathered         0  ->   64 B
-memory  other        144 B  ->   48 B
+memory  peak        660 B  ->  596 B
+memory  parameters  192 B  ->   96 B
+memory  gradients    64 B  ->   32 B
+memory  gathered        0  ->   64 B
 time      550 us -> 658 us
 nodes     59 -> 55""")
     assert a.diff(a) == f"plans {a.hash[:6]} and {a.hash[:6]} do the same"
