@@ -11,6 +11,7 @@ import transformers as tf
 from torch import Tensor, nn
 
 from shardc.capture import capture, observe
+from shardc.options import Options
 from shardc.passes.factors import rule_of
 from shardc.passes.graphs import is_op
 from shardc.passes.normalize import normalize
@@ -113,7 +114,7 @@ def test_operators_of_a_step(make: Callable[[], Made], optimizer: str, half: boo
         return loss  # type: ignore[no-any-return]
 
     args = (model, OPTIMIZERS[optimizer](model.parameters()), batch)
-    program = normalize(capture(step, args, {}, observe(step, args, {})).program)
+    program = normalize(capture(step, args, {}, observe(step, args, {})).program, Options())
     calls = free = 0
     for node in program.nodes:
         if is_op(node) and program.info[node].type is not None:
