@@ -16,7 +16,7 @@ SMALL = ["--width", "32", "--layers", "2", "--heads", "2", "--context", "32", "-
 def run(command: list[str], out: Path) -> str:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [*command, EXAMPLE, *SMALL, "--out", str(out)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert (out / "loss.png").stat().st_size > 1000
     assert "zero 3" in done.stdout and "check: 5 steps on one device differ by at most" in done.stdout
