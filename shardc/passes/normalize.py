@@ -185,6 +185,8 @@ def _source(build: Rewriter, node: fx.Node, args: Any) -> fx.Node | None:
     source: fx.Node = args[0]
     if node.target in SHAPING and build.info[source].type == kind:
         return source
+    if node.target is aten.as_strided.default and _same_elements(build.info[source].type, kind, args[3:]):
+        return source  # a view that only renames the strides of dims of size one
     if node.target is aten._to_copy.default and build.info[source].type == kind and set(node.kwargs) <= {"dtype"}:
         return source
     undone = source.target is node.target and (
@@ -194,6 +196,13 @@ def _source(build: Rewriter, node: fx.Node, args: Any) -> fx.Node | None:
         (base,) = source.all_input_nodes
         return base if build.info[base].type == kind and build.info[base].phase == build.info[source].phase else None
     return None
+
+
+def _same_elements(source: Types, view: TensorType, offset: tuple[Any, ...]) -> bool:
+    """Whether two layouts of one storage hold the same elements in the same places."""
+    if not isinstance(source, TensorType) or source.shape != view.shape or any(offset):
+        return False
+    return all(a == b for n, a, b in zip(view.shape, source.stride, view.stride, strict=True) if n > 1)
 
 
 def _hashable(arg: Any) -> Any:
