@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from shardc._torch import is_random
 from shardc.errors import PlanError
 from shardc.instructions import Collective, Compute, Input, Instruction, Local, LocalDim, Out, Read, Ref, Reg
 from shardc.program import Info, Program, TensorType, op_name
@@ -130,6 +131,8 @@ class _Lowering:
         else:
             outs = (self._single(node, info),)
         draw = self.program.draws.get(node)
+        if draw is None and isinstance(node.target, torch._ops.OpOverload) and is_random(node.target):
+            raise PlanError(f"%{node.name} ({op_name(node.target)}) draws random numbers, but from no stream", where=info.where)
         op = target_name(node.target)
         self.out.instructions.append(
             Compute(**common, op=op, args=args, kwargs=kwargs, outs=outs, draw=None if draw is None else draw.index)
