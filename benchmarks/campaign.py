@@ -22,7 +22,7 @@ from hypothesis import HealthCheck, given, seed, settings
 
 from shardc.testing.campaign import Case, cases
 
-PIECE = 25
+PIECE = 100
 """Draws of one Hypothesis run; pieces are dealt to the jobs."""
 
 
