@@ -264,7 +264,7 @@ def profiled_memory(run: torch.profiler.profile) -> tuple[list[tuple[int, int]],
     changes, ranges = [], []
     for e in run.profiler.kineto_results.events():
         if e.name() == "[memory]":
-            changes.append((e.start_ns(), e.nbytes()))
+            changes.append((e.start_ns(), e.nbytes()))  # type: ignore[attr-defined]
         else:
             ranges.append((e.start_ns(), e.start_ns() + e.duration_ns(), e.name(), str(e.shapes())))
     return sorted(changes), sorted(ranges, key=lambda r: (r[0], -r[1]))
@@ -308,3 +308,9 @@ def without_mkldnn() -> Iterator[None]:
         yield
     finally:
         torch._C._set_mkldnn_enabled(before)
+
+
+def references(t: Tensor) -> int:
+    """How many hold the tensor, in Python (once) and in C++."""
+    count: int = t._use_count()  # type: ignore[attr-defined]
+    return count
