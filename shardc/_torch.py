@@ -30,6 +30,7 @@ OPTIMIZER_LOOPS: dict[str, tuple[str, str]] = {
     "sgd": ("torch.optim.sgd", "_single_tensor_sgd"),
     "adagrad": ("torch.optim.adagrad", "_single_tensor_adagrad"),
     "rmsprop": ("torch.optim.rmsprop", "_single_tensor_rmsprop"),
+    "radam": ("torch.optim.radam", "_single_tensor_radam"),
 }
 """The functions that do torch.optim's updates parameter by parameter (AdamW uses Adam's)."""
 

@@ -233,6 +233,8 @@ OPTIMIZERS = {
     "rmsprop momentum": lambda p: torch.optim.RMSprop(p, momentum=0.9, maximize=True, foreach=False),
     "rmsprop centered": lambda p: torch.optim.RMSprop(p, centered=True, foreach=False),
     "rmsprop both": lambda p: torch.optim.RMSprop(p, centered=True, momentum=0.9, foreach=False),
+    "radam": lambda p: torch.optim.RAdam(p, lr=0.01, weight_decay=0.1, betas=(0.8, 0.95), foreach=False),
+    "radam decoupled": lambda p: torch.optim.RAdam(p, weight_decay=0.1, decoupled_weight_decay=True, maximize=True),
 }
 
 
@@ -248,7 +250,7 @@ def parameters(dtype=F64):
     return out
 
 
-def train(make, kernels, dtype=F64, steps=4, lr=None):
+def train(make, kernels, dtype=F64, steps=7, lr=None):
     ps = parameters(dtype)
     opt = make(ps)
     for step in range(steps):
@@ -287,7 +289,7 @@ def test_updates_equal_torchs_loop(name):
 
 
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-6), (torch.bfloat16, 0.03)])
-@pytest.mark.parametrize("name", ["adam", "adamw amsgrad", "sgd momentum", "adagrad", "rmsprop both"])
+@pytest.mark.parametrize("name", ["adam", "adamw amsgrad", "sgd momentum", "adagrad", "rmsprop both", "radam"])
 def test_updates_in_lower_precision(name, dtype, tolerance):
     want, got = (tensors_of(*train(OPTIMIZERS[name], kernels, dtype, steps=2)) for kernels in (False, True))
     for key, value in want.items():
@@ -436,6 +438,7 @@ STATES = {
     "sgd momentum": ["momentum_buffer"],
     "adagrad": ["sum", "step"],
     "rmsprop both": ["square_avg", "step", "grad_avg", "momentum_buffer"],
+    "radam": ["exp_avg", "exp_avg_sq", "step"],
 }
 NODE = {
     "sgd momentum": "sgd_momentum",

@@ -81,7 +81,7 @@ def test_meshes_specs_and_options_are_legal(data: st.DataObject, mesh: sh.Mesh) 
     "register_buffer", "= -100", "mask.sum()", "clip_grad_norm_", "fused=True", "foreach=True", "RMSprop", "Adagrad",
     "F.dropout", "RMSNorm", "cumsum", "pool2d", "z @ z.t()", "x.mean(0)", "NAdam", "(groups(model), ", "label_smoothing",
     "nn.GRU", "nn.LSTM", "TransformerEncoderLayer", "Conv1d", "PReLU", "Bilinear", "checkpoint(", "create_graph",
-    "retain_graph", "ASGD", "maximize", 'group["lr"] *=', "return loss, out", "clip_grad_value_", "inf",
+    "retain_graph", "ASGD", "RAdam", "maximize", 'group["lr"] *=', "return loss, out", "clip_grad_value_", "inf",
 ])  # fmt: skip
 def test_every_ingredient_is_drawn(word: str, sources: list[str]) -> None:
     assert any(word in s for s in sources)

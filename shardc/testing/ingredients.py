@@ -347,6 +347,7 @@ def optimizer_text(draw: DrawFn, exact: bool) -> str:
             ("Adamax", ["", "weight_decay=0.1"]),
             ("Adadelta", ["", "weight_decay=0.1"]),
             ("Adagrad", ["", "lr_decay=0.1", "initial_accumulator_value=0.1"]),
+            ("RAdam", ["", "weight_decay=0.1, decoupled_weight_decay=True", "betas=(0.5, 0.9)"]),
             ("ASGD", ["", "weight_decay=0.1"]),
         ])
     )  # fmt: skip
