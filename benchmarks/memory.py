@@ -230,7 +230,8 @@ def main() -> None:
         for n, zero, before, m in found[0]:
             kept = "survive" if before else "do not"
             error, executor = m.measured / m.predicted - 1, m.executor / m.predicted - 1
-            print(f"{n:11} {zero:4}  {kept:9} {m.predicted:12} {m.measured:12} {error:+8.3%} {executor:+16.3%}  {m.peak_at}", flush=True)
+            row = f"{n:11} {zero:4}  {kept:9} {m.predicted:12} {m.measured:12} {error:+8.3%} {executor:+16.3%}"
+            print(f"{row}  {m.peak_at}", flush=True)
 
 
 if __name__ == "__main__":

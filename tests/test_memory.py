@@ -119,6 +119,7 @@ def measure(name: str, zeros: list[int], befores: list[bool]) -> list[tuple[str,
     out = []
     for zero in zeros:
         for before in befores:
+            others = alive()
             torch.manual_seed(0)
             model = make()
             optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -127,6 +128,8 @@ def measure(name: str, zeros: list[int], befores: list[bool]) -> list[tuple[str,
             for _ in range(2):
                 step(model, optimizer, *mine)
             seen = step_memory(step, model, optimizer, *mine)
+            held = {k: n for k, n in alive().items() if k not in others}
+            assert 0 <= sum(held.values()) - seen.base <= 64, "more than state and a DeviceMesh's list of ranks outlives a step"
             gradients = storage_bytes([to_local(p.grad) for p in model.parameters() if p.grad is not None])
             plan = step.plan
             whole = sum(s.type.nbytes for s in plan.slots.values())
@@ -135,9 +138,9 @@ def measure(name: str, zeros: list[int], befores: list[bool]) -> list[tuple[str,
     return out
 
 
-def hold(found: list[tuple[str, int, int, int, int, int, StepMemory]]) -> None:
+def hold(found: list[tuple[str, int, int, int, int, int, StepMemory]], rank: int) -> None:
     for title, predicted, start, executor, _, _, seen in found:
-        assert seen.base == start, title
+        assert seen.base == start if rank == 0 else 0.99 * start <= seen.base <= start, title  # the first has the largest parts
         assert executor == pytest.approx(predicted, rel=0.01), title
         assert seen.peak == pytest.approx(predicted, rel=0.01), title
 
@@ -149,8 +152,8 @@ ONEDNN = pytest.mark.skipif(
 
 @pytest.mark.processes
 def test_predicted_is_measured_and_state_is_a_share() -> None:
-    for found in run_ranks(2, measure, "gpt2", [3], [True], timeout=300):
-        hold(found)
+    for rank, found in enumerate(run_ranks(2, measure, "gpt2", [3], [True], timeout=300)):
+        hold(found, rank)
         ((_, _, _, _, whole, gradients, seen),) = found
         assert seen.state == pytest.approx(whole / 2, rel=0.01)
         assert gradients == pytest.approx(whole / 8, rel=0.01)  # parameters, gradients and two moments: a quarter each
@@ -159,8 +162,8 @@ def test_predicted_is_measured_and_state_is_a_share() -> None:
 @pytest.mark.processes
 @ONEDNN
 def test_predicted_is_measured_with_convolutions() -> None:
-    for found in run_ranks(2, measure, "resnet", [3], [False], timeout=300):
-        hold(found)
+    for rank, found in enumerate(run_ranks(2, measure, "resnet", [3], [False], timeout=300)):
+        hold(found, rank)
 
 
 @pytest.mark.long
@@ -169,8 +172,8 @@ def test_predicted_is_measured_with_convolutions() -> None:
     "name", ["gpt2", "t5", "llama", "bert", pytest.param("vit", marks=ONEDNN), pytest.param("resnet", marks=ONEDNN)]
 )
 def test_predicted_is_measured_at_all_stages(name: str) -> None:
-    for found in run_ranks(2, measure, name, [0, 1, 2, 3], [False, True], timeout=900):
-        hold(found)
+    for rank, found in enumerate(run_ranks(2, measure, name, [0, 1, 2, 3], [False, True], timeout=900)):
+        hold(found, rank)
 
 
 @ONEDNN

@@ -32,10 +32,9 @@ class Operator:
 
 @dataclass(frozen=True)
 class Allocations:
-    """The most bytes alive at once, of those allocated during a call; those alive at its end; and its operators."""
+    """The most bytes alive at once, of those allocated during a call; and its operators."""
 
     peak: int
-    left: int
     operators: tuple[Operator, ...]
 
 
@@ -63,7 +62,7 @@ def allocations(call: Callable[[], Any]) -> Allocations:
         peak = max(peak, most)
         if name:
             operators.append(Operator(name, shapes, most - max(before, live)))
-    return Allocations(peak, live, tuple(operators))
+    return Allocations(peak, tuple(operators))
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:
@@ -79,18 +78,16 @@ class StepMemory:
         state: of the step's state between steps.
         base: of state, inputs and constants when a step starts.
         peak: the most within a step, the base included.
-        left: allocated within the step and alive after it.
     """
 
     state: int
     base: int
     peak: int
-    left: int
 
 
 class _Settling(ProcessGroupCommunicator):
-    """Goes on when the threads of the process group have let go of the buffers: on busy cores that is later than the end of a
-    collective, by chance, and what a step holds would depend on it."""
+    """Goes on when the threads of the process group have let go of the buffers, on busy cores some time after a collective: if
+    one of them were the last to hold a buffer, it would free it unseen by the profiler, which follows this thread alone."""
 
     def start(self, request: Start) -> Pending:
         self.counts = [(t, _torch.references(t)) for t in (request.inp, request.out) if t is not None]
@@ -124,4 +121,4 @@ def step_memory(step: CompiledStep, *args: Any) -> StepMemory:
     state = [to_local(ref.get()) for ref in world.slots.values()]
     constants = [t for v in step.variants for t in v.captured.constants.values() if isinstance(t, Tensor)]
     base = storage_bytes([*state, *world.inputs.values(), *constants])
-    return StepMemory(storage_bytes(state), base, base + seen.peak, seen.left)
+    return StepMemory(storage_bytes(state), base, base + seen.peak)
