@@ -31,6 +31,7 @@ OPTIMIZER_LOOPS: dict[str, tuple[str, str]] = {
     "adagrad": ("torch.optim.adagrad", "_single_tensor_adagrad"),
     "rmsprop": ("torch.optim.rmsprop", "_single_tensor_rmsprop"),
     "radam": ("torch.optim.radam", "_single_tensor_radam"),
+    "asgd": ("torch.optim.asgd", "_single_tensor_asgd"),
 }
 """The functions that do torch.optim's updates parameter by parameter (AdamW uses Adam's)."""
 

@@ -100,3 +100,21 @@ def radam(
         rectified = ((length - 4) * (length - 2) * last / ((last - 4) * (last - 2) * length)) ** 0.5
         change = change * (correction**0.5 / exp_avg_sq.sqrt().add_(eps)) * rectified
     p.add_(change, alpha=-1.0)
+
+
+def asgd(
+    p: Tensor, grad: Tensor, ax: Tensor, mu: Tensor, eta: Tensor, step: float,
+    lr: float, lambd: float, t0: float, alpha: float, weight_decay: float, maximize: bool,
+) -> None:  # fmt: skip
+    """Averaged SGD (Polyak and Juditsky 1992): `ax` averages the parameter from step `t0` on."""
+    grad = -grad if maximize else grad
+    if weight_decay != 0:
+        grad = grad.add(p, alpha=weight_decay)
+    rate = eta.item()
+    p.mul_(1 - lambd * rate).add_(grad, alpha=-rate)
+    if mu.item() != 1:
+        ax.add_(p.sub(ax).mul_(mu))
+    else:
+        ax.copy_(p)
+    eta.fill_(lr / ((1 + lambd * lr * step) ** alpha))
+    mu.fill_(1 / max(1, step - t0))

@@ -12,6 +12,7 @@ adagrad                   p, grad, state_sum, step                              
 rmsprop[_centered]        p, grad, square_avg, step [, grad_avg]                   p, square_avg, step [, grad_avg ...]
   [_momentum]               [, momentum_buffer]
 radam                     p, grad, exp_avg, exp_avg_sq, step                       p, exp_avg, exp_avg_sq, step
+asgd                      p, grad, ax, mu, eta, step                               p, ax, mu, eta, step
 ========================  =======================================================  ==========================================
 
 All arguments are positional; `step` is a 0-d tensor that counts the steps before this one. Numbers (lr, betas, ...) may be
@@ -200,6 +201,15 @@ def radam_(
     return p, exp_avg, exp_avg_sq, step
 
 
+def asgd_(
+    p: Tensor, grad: Tensor, ax: Tensor, mu: Tensor, eta: Tensor, step: Tensor, *numbers: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    if not p.is_meta:
+        step += 1
+        loops.asgd(p, grad, ax, mu, eta, step.item(), *numbers)
+    return p, ax, mu, eta, step
+
+
 def _define(name: str, tensors: str, numbers: str, function: Callable[..., Any], created: int = 0) -> None:
     """One operator: `tensors` and `numbers` are its arguments; all tensors but grad come back, then `created` new ones."""
     words = tensors.split()
@@ -235,6 +245,7 @@ _define("rmsprop_centered", "p grad square_avg step grad_avg", _RMSPROP, _rmspro
 _define("rmsprop_momentum", "p grad square_avg step momentum_buffer", _RMSPROP, _rmsprop_(False, True))
 _define("rmsprop_centered_momentum", "p grad square_avg step grad_avg momentum_buffer", _RMSPROP, _rmsprop_(True, True))
 _define("radam", "p grad exp_avg exp_avg_sq step", _ADAM, radam_)
+_define("asgd", "p grad ax mu eta step", "lr lambd t0 alpha weight_decay bool maximize", asgd_)
 
 
 # -- in the place of torch.optim's loops -----------------------------------------------------------------------------------
@@ -305,12 +316,19 @@ def _emit_radam(a: dict[str, Any]) -> None:
         _assign([p, *state], torch.ops.shardc.radam(p, grad, *state, *numbers))
 
 
+def _emit_asgd(a: dict[str, Any]) -> None:
+    numbers = tuple(a[k] for k in ("lr", "lambd", "t0", "alpha", "weight_decay", "maximize"))
+    for p, grad, *state in zip(a["params"], a["grads"], a["axs"], a["mus"], a["etas"], a["state_steps"], strict=True):
+        _assign([p, *state], torch.ops.shardc.asgd(p, grad, *state, *numbers))
+
+
 _EMITTERS: dict[str, tuple[_Emit, str]] = {
     "adam": (_emit_adam, "lr beta1 beta2 eps weight_decay"),
     "sgd": (_emit_sgd, "lr momentum dampening weight_decay"),
     "adagrad": (_emit_adagrad, "lr lr_decay eps weight_decay"),
     "rmsprop": (_emit_rmsprop, "lr alpha eps weight_decay momentum"),
     "radam": (_emit_radam, "lr beta1 beta2 eps weight_decay"),
+    "asgd": (_emit_asgd, "lr lambd t0 alpha weight_decay"),
 }
 
 
@@ -332,8 +350,8 @@ def _wrapper(emit: _Emit, numbers: str) -> Callable[[Callable[..., None]], Calla
 
 @contextmanager
 def optimizer_kernels() -> Iterator[None]:
-    """While inside, the loop path (``foreach=False, fused=False``) of torch.optim's Adam, AdamW, SGD, Adagrad, RMSprop and
-    RAdam calls one operator for each parameter. Sparse or complex parameters, tensor hyperparameters, `capturable` and
+    """While inside, the loop path (``foreach=False, fused=False``) of torch.optim's Adam, AdamW, SGD, Adagrad, RMSprop,
+    RAdam and ASGD calls one operator for each parameter. Sparse or complex parameters, tensor hyperparameters, `capturable` and
     `differentiable` keep torch's own loop."""
     with _torch.replaced_optimizer_loops({name: _wrapper(*how) for name, how in _EMITTERS.items()}):
         yield
