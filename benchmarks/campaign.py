@@ -104,11 +104,7 @@ def report(drawn: Drawn, number: int, out: Path | None) -> None:
         return
     out.mkdir(parents=True, exist_ok=True)
     path = out / f"{number:03d}_{drawn.outcome}.py"
-    path.write_text(
-        f"{drawn.script}\n'''\n{drawn.message}'''\n".replace("\\", "\\\\")
-        if "\\" in drawn.message
-        else f"{drawn.script}\n'''\n{drawn.message}'''\n"
-    )
+    path.write_text(drawn.script + "\n" + "".join(f"# {line}\n" for line in drawn.message.splitlines()))
     print(f"--- reproduce with: python {path}", flush=True)
 
 
