@@ -308,3 +308,14 @@ def without_mkldnn() -> Iterator[None]:
         yield
     finally:
         torch._C._set_mkldnn_enabled(before)
+
+
+@contextlib.contextmanager
+def modules_called_by(new: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
+    """While inside, calling any module is ``new(original)(module, *args, **kwargs)``."""
+    original = torch.nn.Module.__call__
+    torch.nn.Module.__call__ = new(original)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        torch.nn.Module.__call__ = original  # type: ignore[method-assign]
