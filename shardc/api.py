@@ -85,6 +85,7 @@ def compile(fn: Callable[..., Any] | None = None, /, **options: Any) -> Any:
         inputs_are: "local" (each rank passes its own part; default under process groups) or "global".
         zero: 0 replicates, 1 shards optimizer state, 2 also gradients while they accumulate, 3 also parameters.
         params: ``{"*.qkv.weight": P("tp", None)}``: specs of parameters by name pattern.
+        precision: "bf16" computes forward and backward in bfloat16; weights and optimizer state keep their dtype.
         plan: path of a saved plan to run.
         seed, rng: of the random stream: "counter" (default; no dependence on the mesh) or "torch" (torch's own numbers).
         max_variants: bound on captured variants.
@@ -254,7 +255,7 @@ class CompiledStep:
                 f"the last: {self._reason(world, call)}",
                 hint="make what changes at every call a tensor or a number of param_groups, or raise max_variants",
             )
-        captured = capture(self.fn, args, kwargs, world, call.types, _device(self.options.mesh))
+        captured = capture(self.fn, args, kwargs, world, call.types, _device(self.options.mesh), self.options.precision)
         plan = self._planned(captured, self.options.mesh)
         name, reason = f"{self.__name__}#{len(self.variants)}", self._reason(world, call)
         variant = Variant(name, reason, plan, captured, world.summary(), call.types)
@@ -274,7 +275,7 @@ class CompiledStep:
         program = replace(captured.program, mesh=mesh)
         stages = passes.run(program, self.options)
         final = list(stages.values())[-1]
-        shown = {k: getattr(self.options, k) for k in ("zero", "batch", "rng", "seed", "inputs_are")}
+        shown = {k: getattr(self.options, k) for k in ("zero", "batch", "precision", "rng", "seed", "inputs_are")}
         if self.options.plan is not None:
             saved = Plan.load(self.options.plan)
             saved.check_fits(final.slots, {p: final.type(n) for p, n in final.inputs.items()}, mesh)
@@ -301,11 +302,11 @@ class CompiledStep:
         if -1 in mesh.shape:
             mesh = mesh.resolve(1 if mesh.simulated else int(os.environ.get("WORLD_SIZE", 1)))
         types = self._global_types(world, mesh)
-        captured = capture(self.fn, args, kwargs, world, types, _device(mesh))
+        captured = capture(self.fn, args, kwargs, world, types, _device(mesh), self.options.precision)
         with captured.effects.pretended(world, captured.program.slots):
             steady = self._observe(args, kwargs)
             if not _same_key(steady, world):
-                captured = capture(self.fn, args, kwargs, steady, types, _device(mesh))
+                captured = capture(self.fn, args, kwargs, steady, types, _device(mesh), self.options.precision)
         self._plan = self._planned(captured, mesh)
         return self._plan
 

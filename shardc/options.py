@@ -16,7 +16,6 @@ LATER = {
     "microbatches": 1,
     "recompute": None,
     "offload": None,
-    "precision": None,
     "reduce_dtype": None,
     "memory_budget": None,
     "backend": "eager",
@@ -84,6 +83,7 @@ class Options:
         _want(self.zero == 0 or bool(self.batch), "zero", self.zero, "0: there is no batch axis to shard state over")
         _want(self.inputs_are in (None, "local", "global"), "inputs_are", self.inputs_are, '"local" or "global"')
         _want(self.rng in ("counter", "torch"), "rng", self.rng, '"counter" or "torch"')
+        _want(self.precision in (None, "bf16"), "precision", self.precision, 'None or "bf16": "fp16" is not implemented yet')
         _want(
             self.seed is None or (isinstance(self.seed, int) and not isinstance(self.seed, bool)),
             "seed",

@@ -17,6 +17,7 @@ from shardc.capture.checks import check_storages_and_devices, refusals
 from shardc.capture.compare import Carry, after
 from shardc.capture.effects import Effects
 from shardc.capture.numbers import Number, is_symbol, symbol
+from shardc.capture.precision import compute_in
 from shardc.capture.recorder import Recorder
 from shardc.capture.results import flatten
 from shardc.capture.surroundings import host_random, optimizers, schedulers
@@ -34,6 +35,7 @@ def capture(
     world: World,
     input_types: dict[str, TensorType] | None = None,
     device: str = "cpu",
+    precision: str | None = None,
 ) -> Captured:
     """Trace one call of the step; nothing of the user's is changed, no tensor is computed or allocated.
 
@@ -44,6 +46,7 @@ def capture(
         world: `observe(fn, args, kwargs)`. Plain numbers that the step changes (counters) become numbers of it.
         device: kind of device that the program will run on; the trace is the same for all but for autocast.
         input_types: global types of inputs of which the arguments hold a part.
+        precision: "bf16" computes forward and backward in bfloat16 (see `shardc.capture.precision`).
 
     Raises:
         CaptureError: the step does something that a program cannot hold; names what and the line.
@@ -52,7 +55,7 @@ def capture(
     carried: frozenset[str] = frozenset()
     while True:
         try:
-            trace = Trace(fn, args, kwargs, world, input_types or {}, device)
+            trace = Trace(fn, args, kwargs, world, input_types or {}, device, precision)
             try:
                 found = trace.run()
             finally:
@@ -68,9 +71,10 @@ class Trace:
     """One trace; see `capture`."""
 
     def __init__(
-        self, fn: Callable[..., Any], args: Any, kwargs: Any, world: World, input_types: dict[str, TensorType], device: str
-    ) -> None:
-        self.device = device
+        self, fn: Callable[..., Any], args: Any, kwargs: Any, world: World, input_types: dict[str, TensorType], device: str,
+        precision: str | None = None,
+    ) -> None:  # fmt: skip
+        self.device, self.precision = device, precision
         self.fn, self.args, self.kwargs, self.world, self.input_types = fn, args, kwargs, world, input_types
         self.fake_mode = FakeTensorMode(allow_non_fake_inputs=False)
         self.module_names: dict[int, str] = {}
@@ -98,7 +102,10 @@ class Trace:
             for ident, path in world.modules.items():
                 self.module_names[id(self.twin.memo[ident])] = path
             self.recorder.seed(0)
-            around = (_torch.compiling(), optimizers(self), schedulers(self), host_random(), _torch.when_printed(self._printed))
+            around = (
+                compute_in(self.precision), _torch.compiling(), optimizers(self), schedulers(self), host_random(),
+                _torch.when_printed(self._printed),
+            )  # fmt: skip
             with contextlib.ExitStack() as stack:
                 for context in around:
                     stack.enter_context(context)

@@ -12,7 +12,7 @@ from __future__ import annotations
 from torch import fx
 
 from shardc.ops import INPLACE
-from shardc.passes.graphs import Rewriter, is_view
+from shardc.passes.graphs import Rewriter, is_cast, is_view
 from shardc.program import Phase, Program
 
 
@@ -49,7 +49,7 @@ def schedule(program: Program) -> Program:
     for n in due.get(-1, ()):
         emit(n)
     for n in nodes:
-        if n not in late:
+        if n not in late and not _waits(n):
             if n not in order:
                 emit(n)
             for update in due.get(place[n], ()):
@@ -62,6 +62,11 @@ def schedule(program: Program) -> Program:
     for n in order:
         build.copy(n)
     return build.finish()
+
+
+def _waits(node: fx.Node) -> bool:
+    """Whether a node is made just before its first use: a cast of a slot, which costs memory and needs nothing else."""
+    return is_cast(node) and bool(node.users) and all(n.op == "placeholder" for n in node.all_input_nodes)
 
 
 def _ready(

@@ -260,7 +260,8 @@ class Executor:
         kernel = self.liveness.kernel(i.op)
         function = kernels.inplace_kernel(i, kernel).function if i.inplace else kernel.function
         if self.device.type == "meta" and not i.inplace and not kernel.aliases:
-            function = kernels.memoised_on_meta(i.op, function, self.mesh.memo.setdefault("meta results", {}))
+            planned = [None if o is None else o.dtype for o in i.outs]
+            function = kernels.memoised_on_meta(i.op, function, planned, self.mesh.memo.setdefault("meta results", {}))
         args, kwargs = (kernels.evaluate(t, self.mesh, self.coord, self.device) for t in (i.args, dict(i.kwargs)))
         kwargs = {key: kernels.evaluate(v, self.mesh, self.coord, self.device) for key, v in kwargs.items()}
         if i.draw is not None:

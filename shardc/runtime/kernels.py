@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -101,9 +101,16 @@ def numbers_on_meta(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def memoised_on_meta(op: str, function: Callable[..., Any], memo: dict[Any, Any]) -> Callable[..., Any]:
+def memoised_on_meta(
+    op: str, function: Callable[..., Any], dtypes: Sequence[torch.dtype | None], memo: dict[Any, Any]
+) -> Callable[..., Any]:
     """The operator on meta tensors, whose kernels are slow (Python, up to 1 ms): calls that differ in no shape, stride or
-    constant run once. Only for operators whose results are new tensors."""
+    constant run once. Only for operators whose results are new tensors.
+
+    Args:
+        dtypes: of the results on the device that is planned for; meta kernels follow another device now and then (the
+            statistics of a bfloat16 layer norm).
+    """
 
     def call(*args: Any, **kwargs: Any) -> Any:
         key = (op, _meta_key(args), _meta_key(tuple(kwargs.items())))
@@ -111,16 +118,22 @@ def memoised_on_meta(op: str, function: Callable[..., Any], memo: dict[Any, Any]
         if found is None:
             results = function(*args, **kwargs)
             several = isinstance(results, (tuple, list))
-            tensors = list(results) if several else [results]
+            tensors = [_as(t, dtype) for t, dtype in zip(results if several else [results], dtypes, strict=False)]
             if not all(t is None or (isinstance(t, Tensor) and _compact(t)) for t in tensors):
                 return results
             memo[key] = several, [None if t is None else (t.shape, t.stride(), t.dtype) for t in tensors]
-            return results
+            return tensors if several else tensors[0]
         several, made = found
         out = [None if m is None else torch.empty_strided(m[0], m[1], dtype=m[2], device="meta") for m in made]
         return out if several else out[0]
 
     return call
+
+
+def _as(t: Any, dtype: torch.dtype | None) -> Any:
+    if not isinstance(t, Tensor) or dtype is None or t.dtype == dtype:
+        return t
+    return torch.empty_strided(t.shape, t.stride(), dtype=dtype, device="meta")
 
 
 def _meta_key(tree: Any) -> Any:
