@@ -274,7 +274,7 @@ class CompiledStep:
         program = replace(captured.program, mesh=mesh)
         stages = passes.run(program, self.options)
         final = list(stages.values())[-1]
-        shown = {k: getattr(self.options, k) for k in ("zero", "batch", "rng", "seed", "inputs_are")}
+        shown = {k: getattr(self.options, k) for k in ("zero", "batch", "microbatches", "rng", "seed", "inputs_are")}
         if self.options.plan is not None:
             saved = Plan.load(self.options.plan)
             saved.check_fits(final.slots, {p: final.type(n) for p, n in final.inputs.items()}, mesh)
