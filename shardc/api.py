@@ -32,6 +32,10 @@ DryRun = Callable[["CompiledStep", tuple[Any, ...], dict[str, Any]], None]
 _dry_run: contextvars.ContextVar[DryRun | None] = contextvars.ContextVar("shardc_dry_run", default=None)
 
 
+SHOWN = ("zero", "batch", "microbatches", "precision", "rng", "seed", "inputs_are")
+"""Options that a plan remembers and prints."""
+
+
 @contextlib.contextmanager
 def dry_run(instead: DryRun) -> Iterator[None]:
     """While inside, calling a compiled step calls ``instead(step, args, kwargs)`` first."""
@@ -85,6 +89,7 @@ def compile(fn: Callable[..., Any] | None = None, /, **options: Any) -> Any:
         inputs_are: "local" (each rank passes its own part; default under process groups) or "global".
         zero: 0 replicates, 1 shards optimizer state, 2 also gradients while they accumulate, 3 also parameters.
         params: ``{"*.qkv.weight": P("tp", None)}``: specs of parameters by name pattern.
+        microbatches: how many parts of the batch are computed one after another; the result is that of the whole batch.
         precision: "bf16" computes forward and backward in bfloat16; weights and optimizer state keep their dtype.
         plan: path of a saved plan to run.
         seed, rng: of the random stream: "counter" (default; no dependence on the mesh) or "torch" (torch's own numbers).
@@ -275,7 +280,7 @@ class CompiledStep:
         program = replace(captured.program, mesh=mesh)
         stages = passes.run(program, self.options)
         final = list(stages.values())[-1]
-        shown = {k: getattr(self.options, k) for k in ("zero", "batch", "precision", "rng", "seed", "inputs_are")}
+        shown = {k: getattr(self.options, k) for k in SHOWN}
         if self.options.plan is not None:
             saved = Plan.load(self.options.plan)
             saved.check_fits(final.slots, {p: final.type(n) for p, n in final.inputs.items()}, mesh)

@@ -12,8 +12,10 @@ from shardc.errors import OptionError
 from shardc.mesh import Mesh
 from shardc.spec import P
 
+TIME = "mb"
+"""The mesh axis of microbatches, which run one after another on the same rank."""
+
 LATER = {
-    "microbatches": 1,
     "recompute": None,
     "offload": None,
     "reduce_dtype": None,
@@ -82,6 +84,14 @@ class Options:
         )
         _want(self.zero == 0 or bool(self.batch), "zero", self.zero, "0: there is no batch axis to shard state over")
         _want(self.inputs_are in (None, "local", "global"), "inputs_are", self.inputs_are, '"local" or "global"')
+        _want(
+            isinstance(self.microbatches, int) and not isinstance(self.microbatches, bool) and self.microbatches > 0,
+            "microbatches",
+            self.microbatches,
+            "a positive int",
+        )
+        alone = self.microbatches == 1 or TIME not in self.mesh.axes
+        _want(alone, "microbatches", self.microbatches, f"a mesh without an axis {TIME!r}")
         _want(self.rng in ("counter", "torch"), "rng", self.rng, '"counter" or "torch"')
         _want(self.precision in (None, "bf16"), "precision", self.precision, 'None or "bf16": "fp16" is not implemented yet')
         _want(

@@ -163,6 +163,7 @@ class Program:
     results: list[fx.Node] = field(default_factory=list)  # the returned tensors and numbers, in order
     returns: Results | None = None
     draws: dict[fx.Node, Draw] = field(default_factory=dict)
+    batched: tuple[str, ...] = ()  # inputs whose dim 0 is the batch (filled in by annotate)
     notes: list[str] = field(default_factory=list)
     mesh: Mesh | None = None
 

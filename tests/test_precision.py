@@ -62,7 +62,8 @@ def test_parameters_cost_half_the_bytes_and_masters_stay() -> None:
 
 def test_each_parameter_is_updated_as_soon_as_its_gradient_is_final() -> None:
     program = run("bf16", 2, 3, steps=2)[2].plan.stages["schedule"]
-    order = [line.split(" = ")[1].split("(")[0] for line in str(program).splitlines() if " = shardc.adam(" in line or " = reduce_" in line]
+    lines = [line for line in str(program).splitlines() if " = shardc.adam(" in line or " = reduce_" in line]
+    order = [line.split(" = ")[1].split("(")[0] for line in lines]
     assert order[:4] == ["reduce_scatter", "shardc.adam"] * 2
 
 

@@ -6,7 +6,8 @@ import os
 from collections.abc import Callable
 from dataclasses import replace
 
-from shardc.options import Options
+from shardc.options import TIME, Options
+from shardc.passes.accumulate import accumulate
 from shardc.passes.annotate import annotate
 from shardc.passes.normalize import normalize
 from shardc.passes.partition import partition
@@ -22,6 +23,7 @@ PIPELINE: list[tuple[str, Callable[[Program, Options], Program]]] = [
     ("rebuild", lambda program, options: rebuild(program)),
     ("propagate", propagate),
     ("partition", lambda program, options: partition(program)),
+    ("accumulate", accumulate),
     ("schedule", lambda program, options: schedule(program)),
 ]
 """Name and function of each pass, in order."""
@@ -38,6 +40,9 @@ def run(program: Program, options: Options, *, check: bool | None = None) -> dic
     """
     check = os.environ.get("SHARDC_VERIFY") == "1" if check is None else check
     stages = {"capture": replace(program)}
+    if options.microbatches > 1:
+        assert program.mesh is not None
+        program = replace(program, mesh=program.mesh.like({**program.mesh.axes, TIME: options.microbatches}))
     for name, one in PIPELINE:
         program = one(program, options)
         if check:

@@ -150,6 +150,7 @@ def _inputs(program: Program, options: Options) -> None:
     mesh = program.mesh
     assert mesh is not None
     unused = dict.fromkeys(options.inputs)
+    batched = []
     by_batch = P(options.batch) if options.batch else P()
     for path, node in program.inputs.items():
         p = by_batch
@@ -161,11 +162,20 @@ def _inputs(program: Program, options: Options) -> None:
         shape = program.type(node).shape
         if not shape and p is by_batch:
             p, why = P(), "a scalar"
+        if shape and options.batch and not path.startswith("const[") and _first_axes(p) == options.batch:
+            batched.append(path)
         if path.startswith("const["):
             p, why = P(), "a constant of the step"
         program.info[node] = program.info[node].but(spec=p.to_spec(shape, mesh, where=path), why=why)
+    program.batched = tuple(batched)
     if unused:
         raise OptionError(
             f"inputs pattern {next(iter(unused))!r} matches no input tensor",
             hint=f"the inputs are {', '.join(program.inputs) or 'none'}",
         )
+
+
+def _first_axes(p: P) -> object:
+    """The axes that split dim 0."""
+    first = p[0] if len(p) else ()
+    return (first,) if isinstance(first, str) else first

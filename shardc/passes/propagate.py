@@ -18,25 +18,26 @@ from collections.abc import Sequence
 
 from torch import fx
 
-from shardc.options import Options
+from shardc.options import TIME, Options
 from shardc.passes.factors import choose, required, result_specs, rule_of
 from shardc.passes.graphs import Rewriter, is_cast, is_getitem, is_op, kept, operands, reshard
 from shardc.passes.sink import sink
 from shardc.program import Draw, Phase, Program, SlotKind, Specs, TensorType, op_name
 from shardc.rules.rule import Rule
-from shardc.spec import ShardSpec
+from shardc.spec import Factor, ShardSpec
 
 
 def propagate(program: Program, options: Options) -> Program:
-    return sink(_Propagation(program, options.batch).run())
+    return sink(_Propagation(program, options).run())
 
 
 class _Propagation(Rewriter):
-    def __init__(self, program: Program, batch: tuple[str, ...]) -> None:
+    def __init__(self, program: Program, options: Options) -> None:
         super().__init__(program)
-        self.batch = batch
+        self.options = options
         assert program.mesh is not None
         self.mesh = program.mesh
+        self.batch = tuple(a for a in options.batch if self.mesh.axes[a] > 1)
         self.kept = kept(program)
         self.moved: dict[tuple[fx.Node, ShardSpec, Phase | None], fx.Node] = {}  # (value, spec, phase of a slot read)
         self.settled: dict[fx.Node, fx.Node] = {}  # partial value -> its reduced form
@@ -44,11 +45,15 @@ class _Propagation(Rewriter):
         self.drawn: dict[fx.Node, Draw] = {}  # by the operator itself, also where its value is moved at once
 
     def run(self) -> Program:
+        batched = {self.old.inputs[path] for path in self.old.batched}
+        given: dict[fx.Node, fx.Node] = {}
         for node in self.old.nodes:
             if node.op == "output":
                 break
             if node.op == "placeholder":
-                self.copy(node)
+                given[node] = self.copy(node)
+                if node in batched and self.options.microbatches > 1:
+                    self.env[node] = self.rows(node)
             elif is_getitem(node):
                 self.getitem(node)
             elif is_op(node):
@@ -60,9 +65,16 @@ class _Propagation(Rewriter):
         for node in self.old.results:
             if self.old.is_tensor(node):
                 self.env[node] = self.returned(self.env[node], node)
-        return self.finish(draws=self.drawn)
+        return self.finish(draws=self.drawn, inputs={path: given[n] for path, n in self.old.inputs.items()})
 
     # -- one node ----------------------------------------------------------------------------------------------------
+
+    def rows(self, node: fx.Node) -> fx.Node:
+        """An input whose dim 0 is the batch is further split over time."""
+        value = self.env[node]
+        spec = self.spec(value)
+        first = Factor(spec.shape[0], (*self.batch, TIME))
+        return self.move(value, spec.with_dim(0, (first,)), node, "microbatches")
 
     def getitem(self, node: fx.Node) -> None:
         parent = node.args[0]
@@ -108,7 +120,8 @@ class _Propagation(Rewriter):
         pin = self.old.info[node].spec
         new = self.env[node]
         if node.op != "placeholder" and isinstance(pin, ShardSpec):
-            self.env[node] = new = self.move(new, pin, node, self.old.info[node].why)
+            at_once = self.options.zero >= 2  # a sharded accumulator: over the ranks in each microbatch
+            self.env[node] = new = self.move(new, pin, node, self.old.info[node].why, at_once=at_once)
         path = self.old.versions.get(node)
         slot = self.old.slots.get(path or "")
         if slot is not None:
@@ -138,13 +151,24 @@ class _Propagation(Rewriter):
         (source,) = operands(self.old, cast)
         return self.old.type(cast).dtype.itemsize <= self.old.type(source).dtype.itemsize
 
-    def move(self, value: fx.Node, spec: ShardSpec, user: fx.Node, why: str, phase: Phase | None = None) -> fx.Node:
-        """`value` in `spec`: itself, an earlier reshard of it, or a new one."""
+    def move(
+        self, value: fx.Node, spec: ShardSpec, user: fx.Node, why: str, phase: Phase | None = None, at_once: bool = False
+    ) -> fx.Node:
+        """`value` in `spec`: itself, an earlier reshard of it, or a new one.
+
+        Args:
+            phase: of a slot's read; each phase has its own.
+            at_once: reduce over the ranks in each microbatch, not once for all.
+        """
         spec = spec.canonical(self.mesh)
         if self.spec(value) == spec:
             return value
+        if TIME in self.spec(value).partial_axes and TIME not in spec.partial_axes and not at_once:
+            late = self.spec(value).without(TIME)  # over time first, then over the ranks
+            if late != spec:
+                value = self.move(value, late, user, why, phase)
         if self.spec(value).partial and value in self.settled:
-            return self.move(self.settled[value], spec, user, why, phase)
+            return self.move(self.settled[value], spec, user, why, phase, at_once)
         key = (value, spec, phase)
         if key not in self.moved:
             old = self.old.info[user]
@@ -164,9 +188,10 @@ class _Propagation(Rewriter):
         """A result of the step: whole, but for a dim 0 that is the batch."""
         value = self.settled.get(value, value)
         spec = ShardSpec.replicated(self.spec(value).shape)
-        first = self.spec(value).dims[:1]
-        if first and first[0][0].axes == self.batch and not any(f.axes for f in first[0][1:]):
-            spec = spec.with_dim(0, first[0])
+        if self.spec(value).dims:
+            first, *rest = self.spec(value).dims[0]
+            if first.axes and first.axes[: len(self.batch)] == self.batch and not any(f.axes for f in rest):
+                spec = spec.with_dim(0, (Factor(first.size, self.batch), *rest))
         return self.move(value, spec, old, "returned")
 
     # -- partial values ----------------------------------------------------------------------------------------------

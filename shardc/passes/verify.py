@@ -22,7 +22,7 @@ def verify(program: Program, stage: str) -> None:
         program.graph.lint()
     except RuntimeError as e:
         raise VerifyError(f"after {stage}: the graph is malformed: {e}") from e
-    split = stage in ("propagate", "partition", "schedule")
+    split = stage in ("propagate", "partition", "accumulate", "schedule")
     for node in program.graph.nodes:
         if node.op == "output":
             continue
@@ -44,7 +44,7 @@ def verify(program: Program, stage: str) -> None:
             _operator(program, node, stage)
         if node.target in STEPS:
             _step(program, node, stage)
-        if stage in ("partition", "schedule"):
+        if stage in ("partition", "accumulate", "schedule"):
             _need(program, node, stage, node.target is not reshard, "is a reshard that was not lowered")
     for path, slot in program.slots.items():
         end = program.exit.get(path)
