@@ -6,6 +6,7 @@ from shardc.api import CompiledStep, compile
 from shardc.errors import ShardcError
 from shardc.mesh import Mesh
 from shardc.ops.constrain import constrain
+from shardc.ops.save_name import save_name
 from shardc.plan import Plan
 from shardc.runtime.whole import gathered
 from shardc.spec import P, ShardSpec
@@ -18,4 +19,4 @@ def __getattr__(name: str) -> object:
     raise AttributeError(f"module 'shardc' has no attribute {name!r}")
 
 
-__all__ = ["CompiledStep", "Mesh", "P", "Plan", "ShardSpec", "ShardcError", "compile", "constrain", "gathered"]
+__all__ = ["CompiledStep", "Mesh", "P", "Plan", "ShardSpec", "ShardcError", "compile", "constrain", "gathered", "save_name"]

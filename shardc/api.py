@@ -32,7 +32,7 @@ DryRun = Callable[["CompiledStep", tuple[Any, ...], dict[str, Any]], None]
 _dry_run: contextvars.ContextVar[DryRun | None] = contextvars.ContextVar("shardc_dry_run", default=None)
 
 
-SHOWN = ("zero", "batch", "microbatches", "precision", "rng", "seed", "inputs_are")
+SHOWN = ("zero", "batch", "microbatches", "recompute", "precision", "rng", "seed", "inputs_are")
 """Options that a plan remembers and prints."""
 
 
@@ -90,6 +90,7 @@ def compile(fn: Callable[..., Any] | None = None, /, **options: Any) -> Any:
         zero: 0 replicates, 1 shards optimizer state, 2 also gradients while they accumulate, 3 also parameters.
         params: ``{"*.qkv.weight": P("tp", None)}``: specs of parameters by name pattern.
         microbatches: how many parts of the batch are computed one after another; the result is that of the whole batch.
+        recompute: "full", or ``{"save": [names]}`` of `shardc.save_name`: activations that the backward computes again.
         precision: "bf16" computes forward and backward in bfloat16; weights and optimizer state keep their dtype.
         plan: path of a saved plan to run.
         seed, rng: of the random stream: "counter" (default; no dependence on the mesh) or "torch" (torch's own numbers).

@@ -16,7 +16,6 @@ TIME = "mb"
 """The mesh axis of microbatches, which run one after another on the same rank."""
 
 LATER = {
-    "recompute": None,
     "offload": None,
     "reduce_dtype": None,
     "memory_budget": None,
@@ -92,6 +91,9 @@ class Options:
         )
         alone = self.microbatches == 1 or TIME not in self.mesh.axes
         _want(alone, "microbatches", self.microbatches, f"a mesh without an axis {TIME!r}")
+        saves = isinstance(self.recompute, Mapping) and [*self.recompute] == ["save"] and type(self.recompute["save"]) is list
+        allowed = 'None, "full" or {"save": [names]}: "auto" is not implemented yet'
+        _want(self.recompute in (None, "full") or saves, "recompute", self.recompute, allowed)
         _want(self.rng in ("counter", "torch"), "rng", self.rng, '"counter" or "torch"')
         _want(self.precision in (None, "bf16"), "precision", self.precision, 'None or "bf16": "fp16" is not implemented yet')
         _want(

@@ -13,12 +13,14 @@ from shardc.passes.normalize import normalize
 from shardc.passes.partition import partition
 from shardc.passes.propagate import propagate
 from shardc.passes.rebuild import rebuild
+from shardc.passes.recompute import recompute
 from shardc.passes.schedule import schedule
 from shardc.passes.verify import verify
 from shardc.program import Program
 
 PIPELINE: list[tuple[str, Callable[[Program, Options], Program]]] = [
     ("normalize", normalize),
+    ("recompute", recompute),
     ("annotate", annotate),
     ("rebuild", lambda program, options: rebuild(program)),
     ("propagate", propagate),

@@ -32,7 +32,7 @@ def partition(program: Program) -> Program:
             break
         if node.target is reshard:
             build.env[node] = _steps(build, node)
-        elif node.target is torch.ops.shardc.constrain.default:
+        elif node.target in (torch.ops.shardc.constrain.default, torch.ops.shardc.save_name.default):
             build.env[node] = build.env[node.all_input_nodes[0]]  # it has done its work
         elif is_op(node) and program.info[node].type is not None:
             build.env[node] = _local_call(build, node)

@@ -21,6 +21,7 @@ LINEAR: dict[str, str] = {
     "aten.div.Scalar": "0",
     "aten.neg.default": "0",
     "shardc.constrain.default": "0",
+    "shardc.save_name.default": "0",
     "aten.positive.default": "0",
     "aten.lerp.Scalar": "0&1",
     "aten.lerp.Tensor": "0&1",
