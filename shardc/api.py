@@ -14,13 +14,15 @@ from typing import Any
 import torch
 
 from shardc import passes
-from shardc.capture import Captured, World, capture, observe, why
+from shardc.capture import Captured, Decide, World, capture, observe, why
+from shardc.decide import PlaceFirst, Sharded, Whole
 from shardc.errors import CaptureError, OptionError, PlanError, ShardcError, StateError
-from shardc.hosts import Call, Host, LocalHost, ProcessHost, Streams
+from shardc.hosts import Call, Finished, Host, LocalHost, ProcessHost, Streams
+from shardc.instructions import Guard
 from shardc.mesh import Mesh
 from shardc.options import Options
 from shardc.plan import Plan, build
-from shardc.program import TensorType
+from shardc.program import Program, TensorType
 from shardc.runtime.accounting import Stats
 from shardc.runtime.executor import Executor
 from shardc.runtime.state import Watch
@@ -28,6 +30,8 @@ from shardc.runtime.whole import full_state_dict
 from shardc.runtime.world import setup
 
 DryRun = Callable[["CompiledStep", tuple[Any, ...], dict[str, Any]], None]
+DRY_LIMIT = 1 << 30
+"""Bytes of values that `lower` may compute to answer decisions."""
 _dry_run: contextvars.ContextVar[DryRun | None] = contextvars.ContextVar("shardc_dry_run", default=None)
 
 
@@ -121,6 +125,7 @@ class CompiledStep:
         self.fn, self.options = fn, options
         self.__name__: str = getattr(fn, "__name__", type(fn).__name__)
         self.variants: list[Variant] = []
+        self._order: list[Variant] = []  # the same, last used first
         self.stats: StepStats | None = None
         self.step = 0
         self._host: Host | None = None
@@ -165,22 +170,22 @@ class CompiledStep:
         world, host = self._seen(args, kwargs)
         static = [f"{p}: {v}" for p, v in world.signature.items() if p not in world.inputs]
         call = host.meet(world, self.options, self._signature(world), lambda: "\n".join(static))
-        variant = self._find(world, call)
-        new = variant is None
-        if variant is None:
-            with host.together("program"):
-                variant = self._compile(args, kwargs, world, call, host)
-            host.agree({"plan": variant.plan.hash, "program": str(variant.captured.program)})
-            self.variants.append(variant)
-        if new or not self._arguments:
-            owners = [*world.arguments.values(), *(o.value for o in world.outside)]
-            with host.together("state"):
-                moved = host.place(world, variant.plan, owners)
-            host.agree({"state": "in place"})
-            if moved:
-                world = self._observe(args, kwargs)
-        self._arguments = world.arguments
-        out = self._run(variant, world, call, host)
+        known: list[Any] = []  # decisions of this call, as far as they are known
+        failed: Guard | None = None
+        while True:
+            variant = self._find(world, call, known)
+            new = variant is None
+            if variant is None:
+                variant, world = self._new(args, kwargs, world, call, host, known, failed)
+            if new or not self._arguments:
+                world = self._place(args, kwargs, world, host, variant.plan)
+            self._arguments = world.arguments
+            done, streams = self._run(variant, world, call, host, len(known))
+            if done.failed is None:
+                break
+            failed, value = done.failed
+            known = [*(g.expected for g in variant.captured.program.guards[: failed.index]), value]
+        out = self._commit(variant, world, done, streams)
         if variant.captured.effects.created or variant.captured.effects.deleted or variant.calls == 1:
             world = self._observe(args, kwargs)
         self._watch.remember(world.slots.values())
@@ -196,18 +201,51 @@ class CompiledStep:
             self._watch.check(world.slots.values())
         return world, self._host
 
-    def _run(self, variant: Variant, world: World, call: Call, host: Host) -> Any:
+    def _place(self, args: Any, kwargs: Any, world: World, host: Host, plan: Plan) -> World:
+        """Put state where plans want it; returns the world as it is then."""
+        owners = [*world.arguments.values(), *(o.value for o in world.outside)]
+        with host.together("state"):
+            moved = host.place(world, plan, owners)
+        host.agree({"state": "in place"})
+        return self._observe(args, kwargs) if moved else world
+
+    def _new(
+        self, args: Any, kwargs: Any, world: World, call: Call, host: Host, known: list[Any], failed: Guard | None
+    ) -> tuple[Variant, World]:
+        """Capture and compile a variant for this call, whose decisions begin with `known`; those that it took are added."""
+        while True:
+            try:
+                with host.together("program"):
+                    variant = self._compile(args, kwargs, world, call, host, known, failed)
+            except PlaceFirst as first:
+                world = self._place(args, kwargs, world, host, first.plan)
+                self._arguments = world.arguments
+            else:
+                break
+        host.agree({"plan": variant.plan.hash, "program": str(variant.captured.program)})
+        self.variants.append(variant)
+        self._order.insert(0, variant)
+        known[:] = [g.expected for g in variant.captured.program.guards]
+        return variant, world
+
+    def _run(self, variant: Variant, world: World, call: Call, host: Host, trusted: int) -> tuple[Finished, Streams]:
         inputs: dict[str, Any] = {**world.inputs, **variant.captured.constants, **world.numbers}
         streams = Streams(self.options, self._seed or 0, self.step)
         try:
-            done = host.run(variant.executors, variant.plan, world, call, inputs, streams)
+            return host.run(variant.executors, variant.plan, world, call, inputs, streams, trusted), streams
         except ShardcError as e:
             if any(x.dirty for x in variant.executors) and not (isinstance(host, LocalHost) and host.mesh.size > 1):
                 self._poisoned = e.what
             raise
+
+    def _commit(self, variant: Variant, world: World, done: Finished, streams: Streams) -> Any:
+        """The step has run: what it leaves beside the slots goes to the user's objects."""
+        streams.commit()
         variant.captured.effects.commit(world, done.created, done.deleted, done.numbers)
         self.step += 1
         variant.calls += 1
+        self._order.remove(variant)
+        self._order.insert(0, variant)
         self._plan = variant.plan
         worst = max(done.stats, key=lambda s: s.peak_bytes)
         self.stats = StepStats(
@@ -241,27 +279,56 @@ class CompiledStep:
     def _observe(self, args: Any, kwargs: Any) -> World:
         return observe(self.fn, args, kwargs, {path for v in self.variants for path in v.captured.carried})
 
-    def _find(self, world: World, call: Call) -> Variant | None:
-        for v in self.variants:
-            if v.types == call.types and _same_key(v.world, world) and v.captured.admits(world.numbers):
+    def _find(self, world: World, call: Call, known: list[Any]) -> Variant | None:
+        """The variant of this call whose decisions begin with `known`; the one that ran last where several do."""
+        for v in self._order:
+            same = v.captured.agrees(known) and v.types == call.types and _same_key(v.world, world)
+            if same and v.captured.admits(world.numbers):
                 return v
         return None
 
-    def _compile(self, args: Any, kwargs: Any, world: World, call: Call, host: Host) -> Variant:
+    def _compile(
+        self, args: Any, kwargs: Any, world: World, call: Call, host: Host, known: list[Any], failed: Guard | None
+    ) -> Variant:
         if len(self.variants) >= self.options.max_variants:
             raise CaptureError(
                 f"{self.__name__} needs more than max_variants={self.options.max_variants} variants; "
-                f"the last: {self._reason(world, call)}",
-                hint="make what changes at every call a tensor or a number of param_groups, or raise max_variants",
+                f"the last: {self._reason(world, call, known, failed)}",
+                where=failed.line if failed else "",
+                hint="compare tensors instead of float(t) or int(t), which ask for the exact number; or raise max_variants"
+                if failed and type(failed.expected) is not bool
+                else "make what changes at every call a tensor or a number of param_groups, or raise max_variants",
             )
-        captured = capture(self.fn, args, kwargs, world, call.types, _device(self.options.mesh))
+        decide = self._decider(world, call, host)
+        captured = capture(self.fn, args, kwargs, world, call.types, _device(self.options.mesh), decide, known)
         plan = self._planned(captured, self.options.mesh)
-        name, reason = f"{self.__name__}#{len(self.variants)}", self._reason(world, call)
+        name, reason = f"{self.__name__}#{len(self.variants)}", self._reason(world, call, known, failed)
         variant = Variant(name, reason, plan, captured, world.summary(), call.types)
         variant.executors = host.executors(plan)
         return variant
 
-    def _reason(self, world: World, call: Call) -> str:
+    def _decider(self, world: World, call: Call, host: Host) -> Decide:
+        """How Python's decisions on values are answered during a capture."""
+
+        def streams() -> Streams:
+            return Streams(self.options, self._seed or 0, self.step)
+
+        whole = isinstance(host, LocalHost) and not any(ref.get().is_meta for ref in world.slots.values())
+        if whole:
+            start = streams()
+            return Whole(world, start.make)
+        return Sharded(
+            lambda program: self._built(replace(program, mesh=host.ranks.mesh)),
+            bool(self._arguments),
+            host,
+            world,
+            call,
+            streams,
+        )
+
+    def _reason(self, world: World, call: Call, known: list[Any], failed: Guard | None) -> str:
+        if failed is not None:
+            return f"guard at {failed.line or failed.name}: {failed.name.removeprefix('guard_')} is now {known[-1]!r}"
         if not self.variants:
             return "first call"
         last = self.variants[-1]
@@ -272,9 +339,10 @@ class CompiledStep:
 
     def _planned(self, captured: Captured, mesh: Mesh) -> Plan:
         program = replace(captured.program, mesh=mesh)
+        if self.options.plan is None:
+            return self._built(program)
         stages = passes.run(program, self.options)
         final = list(stages.values())[-1]
-        shown = {k: getattr(self.options, k) for k in ("zero", "batch", "rng", "seed", "inputs_are")}
         if self.options.plan is not None:
             saved = Plan.load(self.options.plan)
             saved.check_fits(final.slots, {p: final.type(n) for p, n in final.inputs.items()}, mesh)
@@ -282,7 +350,12 @@ class CompiledStep:
             if reason is None:
                 return saved
             final.notes.append(f"not from {self.options.plan}, which is of another variant: {reason}")
-        return build(final, options=shown, stages=stages)
+        return self._built(program, stages)
+
+    def _built(self, program: Program, stages: dict[str, Program] | None = None) -> Plan:
+        stages = stages or passes.run(program, self.options)
+        shown = {k: getattr(self.options, k) for k in ("zero", "batch", "rng", "seed", "inputs_are")}
+        return build(list(stages.values())[-1], options=shown, stages=stages)
 
     # -- planning --------------------------------------------------------------------------------------------------
 
@@ -301,13 +374,20 @@ class CompiledStep:
         if -1 in mesh.shape:
             mesh = mesh.resolve(1 if mesh.simulated else int(os.environ.get("WORLD_SIZE", 1)))
         types = self._global_types(world, mesh)
-        captured = capture(self.fn, args, kwargs, world, types, _device(mesh))
+        decide = self._dry_decider(world)
+        captured = capture(self.fn, args, kwargs, world, types, _device(mesh), decide)
+        known = [g.expected for g in captured.program.guards]
         with captured.effects.pretended(world, captured.program.slots):
             steady = self._observe(args, kwargs)
             if not _same_key(steady, world):
-                captured = capture(self.fn, args, kwargs, steady, types, _device(mesh))
+                captured = capture(self.fn, args, kwargs, steady, types, _device(mesh), self._dry_decider(steady), known)
         self._plan = self._planned(captured, mesh)
         return self._plan
+
+    def _dry_decider(self, world: World) -> Decide:
+        """Without a run, decisions are answered from real tensors of at most `DRY_LIMIT` bytes in this process."""
+        start = Streams(self.options, (torch.initial_seed() if self._seed is None else self._seed) & (2**63 - 1), self.step)
+        return Whole(world, start.make, DRY_LIMIT)
 
     def _global_types(self, world: World, mesh: Mesh) -> dict[str, TensorType]:
         from shardc.hosts import check_rows, row_axes

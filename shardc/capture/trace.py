@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -26,6 +26,10 @@ from shardc.capture.world import World, write
 from shardc.errors import CaptureError
 from shardc.program import Program, Slot, SlotKind, TensorType
 
+Decide = Callable[[Program, fx.Node, dict[str, Tensor], str], float | int | bool]
+"""(program so far, a number of it, its constants, the user's line) -> the number's value in the call being captured. The
+program has no exits and results yet; its graph grows from one decision to the next."""
+
 
 def capture(
     fn: Callable[..., Any],
@@ -34,6 +38,8 @@ def capture(
     world: World,
     input_types: dict[str, TensorType] | None = None,
     device: str = "cpu",
+    decide: Decide | None = None,
+    known: Sequence[float | int | bool] = (),
 ) -> Captured:
     """Trace one call of the step; nothing of the user's is changed, no tensor is computed or allocated.
 
@@ -44,15 +50,18 @@ def capture(
         world: `observe(fn, args, kwargs)`. Plain numbers that the step changes (counters) become numbers of it.
         device: kind of device that the program will run on; the trace is the same for all but for autocast.
         input_types: global types of inputs of which the arguments hold a part.
+        decide: gives the value of a number on which Python decides, from the program so far; see `Decide`.
+        known: the first decisions of this call, in order, where they are known: they are not asked for.
 
     Raises:
         CaptureError: the step does something that a program cannot hold; names what and the line.
     """
     check_storages_and_devices(world)
     carried: frozenset[str] = frozenset()
+    decided = list(known)
     while True:
         try:
-            trace = Trace(fn, args, kwargs, world, input_types or {}, device)
+            trace = Trace(fn, args, kwargs, world, input_types or {}, device, decide, decided)
             try:
                 found = trace.run()
             finally:
@@ -68,13 +77,21 @@ class Trace:
     """One trace; see `capture`."""
 
     def __init__(
-        self, fn: Callable[..., Any], args: Any, kwargs: Any, world: World, input_types: dict[str, TensorType], device: str
+        self,
+        fn: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+        world: World,
+        input_types: dict[str, TensorType],
+        device: str,
+        decide: Decide | None,
+        decided: list[float | int | bool],
     ) -> None:
-        self.device = device
+        self.device, self.decide, self.decided = device, decide, decided
         self.fn, self.args, self.kwargs, self.world, self.input_types = fn, args, kwargs, world, input_types
         self.fake_mode = FakeTensorMode(allow_non_fake_inputs=False)
         self.module_names: dict[int, str] = {}
-        self.recorder = Recorder(self.fake_mode, self.module_names)
+        self.recorder = Recorder(self.fake_mode, self.module_names, self._ask)
         self.twin = Twin(self._unknown_tensor, world.outside)
         self.program = Program(self.recorder.graph, self.recorder.info)
         self.versions = self.program.versions
@@ -111,6 +128,19 @@ class Trace:
         return Captured(
             self.program, effects, self.recorder.constants, guards=self.recorder.guards, guard_numbers=numbers
         )  # fmt: skip
+
+    def _ask(self, node: fx.Node, before: int, line: str) -> float | int | bool:
+        """The value of a number on which Python decides: known from an earlier trace of this call, or had computed now."""
+        if before == len(self.decided):
+            if self.decide is None:
+                raise CaptureError(
+                    "Python needs the value of a tensor to go on (if, while, float(), int(), a size or an index)", where=line,
+                    hint="keep the decision in tensors (torch.where, a mask), or take it outside the compiled step",
+                )  # fmt: skip
+            inputs = {**self.program.inputs, **self.recorder.const_nodes}
+            so_far = replace(self.program, inputs=inputs, draws=self.recorder.draws)
+            self.decided.append(self.decide(so_far, node, self.recorder.constants, line))
+        return self.decided[before]
 
     def release(self) -> None:
         """Let go of the user's objects and of the twin: hooks on tensors make cycles that the collector does not see."""
@@ -290,6 +320,7 @@ class Trace:
     def _finish(self, effects: Effects) -> None:
         program = self.program
         program.draws.update(self.recorder.draws)
+        program.guards.extend(self.recorder.decisions.values())
         program.inputs.update(self.recorder.const_nodes)
         program.set_output()
         _remove_dead(program, {n for n, _ in self.recorder.guards})
