@@ -16,6 +16,7 @@ from shardc.capture.captured import Captured
 from shardc.capture.checks import check_storages_and_devices, refusals
 from shardc.capture.compare import Carry, after
 from shardc.capture.effects import Effects
+from shardc.capture.floats import as_float
 from shardc.capture.numbers import Number, is_symbol, symbol
 from shardc.capture.recorder import Recorder
 from shardc.capture.results import flatten
@@ -115,7 +116,10 @@ class Trace:
             for ident, path in world.modules.items():
                 self.module_names[id(self.twin.memo[ident])] = path
             self.recorder.seed(0)
-            around = (_torch.compiling(), optimizers(self), schedulers(self), host_random(), _torch.when_printed(self._printed))
+            around = (
+                _torch.compiling(), optimizers(self), schedulers(self), host_random(), _torch.when_printed(self._printed),
+                _torch.float_in_lbfgs(as_float),
+            )  # fmt: skip
             with contextlib.ExitStack() as stack:
                 for context in around:
                     stack.enter_context(context)
