@@ -93,7 +93,9 @@ class Effects:
         index: dict[str, Any] | None = self._contain(world) if self.containers or self.lengths else None
         numbers = dict(numbers or {})
         for entry in self.created:
-            value = numbers.pop(entry.path, entry.value) if entry.kind is None else entry.value if entry.type is None else _laid_out(tensors[entry.path], entry.type)
+            value: Any = numbers.pop(entry.path, entry.value)
+            if entry.type is not None:
+                value = _laid_out(tensors[entry.path], entry.type)
             if entry.kind is SlotKind.GRADIENT:
                 world.slots[entry.of].get().grad = value
             elif entry.owner in world.optimizers and entry.of:

@@ -23,7 +23,7 @@ def as_float(x: Any = 0.0) -> Any:
     if isinstance(x, Tensor) and is_traced(x) and x.numel() == 1 and not x.is_complex():
         x = x.item()
     if is_symbol(x) and x.node.pytype is not bool:
-        return torch.sym_float(x)
+        return torch.sym_float(x)  # type: ignore[no-untyped-call]
     return float(x)
 
 
