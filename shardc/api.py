@@ -310,13 +310,10 @@ class CompiledStep:
     def _decider(self, world: World, call: Call, host: Host) -> Decide:
         """How Python's decisions on values are answered during a capture."""
 
-        def streams() -> Streams:
-            return Streams(self.options, self._seed or 0, self.step)
-
+        streams = Streams(self.options, self._seed or 0, self.step)  # before the trace, which plays with the generator
         whole = isinstance(host, LocalHost) and not any(ref.get().is_meta for ref in world.slots.values())
         if whole:
-            start = streams()
-            return Whole(world, start.make)
+            return Whole(world, streams.make)
         return Sharded(
             lambda program: self._built(replace(program, mesh=host.ranks.mesh)),
             bool(self._arguments),
@@ -328,7 +325,7 @@ class CompiledStep:
 
     def _reason(self, world: World, call: Call, known: list[Any], failed: Guard | None) -> str:
         if failed is not None:
-            return f"guard at {failed.line or failed.name}: {failed.name.removeprefix('guard_')} is now {known[-1]!r}"
+            return f"{failed} is now {known[-1]!r}"
         if not self.variants:
             return "first call"
         last = self.variants[-1]

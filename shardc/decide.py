@@ -166,7 +166,7 @@ class Sharded:
         host: Host,
         world: World,
         call: Call,
-        streams: Callable[[], Streams],
+        streams: Streams,
     ) -> None:
         self.planned, self.placed, self.host, self.world, self.call, self.streams = planned, placed, host, world, call, streams
 
@@ -176,5 +176,5 @@ class Sharded:
             if not self.placed:
                 raise PlaceFirst(plan)
             inputs = {**self.world.inputs, **constants, **self.world.numbers}
-            done = self.host.run(self.host.executors(plan), plan, self.world, self.call, inputs, self.streams())
+            done = self.host.run(self.host.executors(plan), plan, self.world, self.call, inputs, self.streams)
         return done.results[0]

@@ -128,11 +128,16 @@ class Guard(Instruction):
         reg: a number, the same on all ranks.
         expected: a bool for a decision, else the exact number that Python went on with.
         index: position among the guards of the step.
+        text: what the user's line says.
     """
 
     reg: Reg = -1
     expected: bool | int | float = True
     index: int = 0
+    text: str = ""
+
+    def __str__(self) -> str:
+        return f"guard at {self.line or self.name}: {self.text or self.name}"
 
 
 @dataclass(frozen=True)

@@ -140,12 +140,14 @@ class Guard:
     Args:
         node: the number that was asked for (a comparison, ``bool(t)``, ``int(t)``, ``float(t)``).
         expected: what it was: a bool for decisions, the exact number where Python needed one.
-        line: the user's source line.
+        line: the user's source line, ``train.py:41``.
+        text: what it says.
     """
 
     node: fx.Node
     expected: bool | int | float
     line: str = ""
+    text: str = ""
 
     def holds(self, value: Any) -> bool:
         """Whether `value` is the expected one."""

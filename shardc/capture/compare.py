@@ -258,7 +258,7 @@ class _Comparison:
                 f"a number computed from a tensor is kept in {path}, so that every later call would be another program",
                 where=path, hint="keep it as a tensor, or return it from the step",
             )  # fmt: skip
-        elif kind == "list" and old[0] == kind and type(self.new.objects[path]) is list:
+        elif kind == "list" and old[0] == kind and any(path.startswith(f"{o}.state[") for o in self.new.optimizers):
             self.effects.lengths[path] = new[1]
         elif kind in ("list", "tuple") and old[0] == kind:
             raise CaptureError(

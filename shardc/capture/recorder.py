@@ -116,7 +116,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return known
         line = self.line()
         value: float | int | bool = pytype(self.ask(node, len(self.decisions), line))
-        self.decisions[node] = Guard(node, value, line)
+        self.decisions[node] = Guard(node, value, line, self.frames.text())
         return value
 
     def _known(self, node: Any) -> Any:

@@ -157,7 +157,7 @@ class _Builder:
             after.setdefault(at, []).append(
                 Guard(
                     name=self._name(f"guard_{g.node.name}"), phase=maker.phase, module=maker.module, line=g.line or maker.line,
-                    reg=reg, expected=g.expected, index=index,
+                    reg=reg, expected=g.expected, index=index, text=g.text,
                 )
             )  # fmt: skip
         if after:

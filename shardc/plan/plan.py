@@ -132,6 +132,7 @@ class Plan:
         for i in code:
             i.pop("line", None)
             i.pop("module", None)
+            i.pop("text", None)
         slots = [{k: v for k, v in encode.slot(s).items() if k != "aliases"} for s in self.slots.values()]
         inputs = [[path, encode.type(t)] for path, t in self.inputs.items()]
         return digest([FORMAT, [[n, s] for n, s in self.mesh.axes.items()], slots, list(self.entry), inputs, code])

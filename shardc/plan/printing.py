@@ -128,7 +128,7 @@ def notes(plan: Plan) -> list[str]:
             f"gradients stay after the step: {len(grads)} tensors, {size(total)}; zero_grad() at the end would free them"
         )
     lines += plan.notes
-    lines += [f"guard at {g.line or g.name}: {g.name} is {g.expected!r}" for g in plan.guards]
+    lines += [f"{g} is {g.expected!r}" for g in plan.guards]
     return ["", *[("notes    " if k == 0 else " " * 9) + line for k, line in enumerate(dict.fromkeys(lines))]]
 
 
