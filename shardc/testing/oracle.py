@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -98,7 +99,7 @@ class Oracle:
             yield self.nudged
             for seed in range(SHUFFLES):  # where a step rounds to a narrow type, few orders show it
                 if len(self._shuffled) == seed:
-                    self._shuffled.append(self.run(self.fn, batch=lambda tree, seed=seed: shuffle_rows(tree, seed)))
+                    self._shuffled.append(self.run(self.fn, batch=functools.partial(shuffle_rows, seed=seed)))
                 yield self._shuffled[seed]
 
     def state(self) -> tuple[Any, ...]:
