@@ -4,34 +4,32 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import dataclasses
 import functools
 import os
 import zlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from shardc import passes
-from shardc.capture import Captured, Decide, World, capture, observe, why
-from shardc.decide import PlaceFirst, Sharded, Whole
+from shardc.capture import Captured, World, capture, observe
+from shardc.decide import PlaceFirst, decider, dry
 from shardc.errors import CaptureError, OptionError, PlanError, ShardcError, StateError
-from shardc.hosts import Call, Finished, Host, LocalHost, ProcessHost, Streams
+from shardc.hosts import Call, Finished, Host, LocalHost, ProcessHost, Streams, check_rows, row_axes
 from shardc.instructions import Guard
 from shardc.mesh import Mesh
 from shardc.options import Options
 from shardc.plan import Plan, build
 from shardc.program import Program, TensorType
-from shardc.runtime.accounting import Stats
-from shardc.runtime.executor import Executor
 from shardc.runtime.state import Watch
 from shardc.runtime.whole import full_state_dict
 from shardc.runtime.world import setup
+from shardc.variants import StepStats, Variant, Variants, same_key
 
 DryRun = Callable[["CompiledStep", tuple[Any, ...], dict[str, Any]], None]
-DRY_LIMIT = 1 << 30
-"""Bytes of values that `lower` may compute to answer decisions."""
 _dry_run: contextvars.ContextVar[DryRun | None] = contextvars.ContextVar("shardc_dry_run", default=None)
 
 
@@ -43,38 +41,6 @@ def dry_run(instead: DryRun) -> Iterator[None]:
         yield
     finally:
         _dry_run.reset(token)
-
-
-@dataclass
-class StepStats(Stats):
-    """Measured in the last step: the worst rank, and each rank that this process runs.
-
-    Args:
-        ranks: stats of each (all on a simulated mesh, else this process's alone).
-    """
-
-    ranks: tuple[Stats, ...] = ()
-
-
-@dataclass
-class Variant:
-    """One captured and compiled form of a step.
-
-    Args:
-        name: ``train_step#0``.
-        reason: why it was captured, in words.
-        plan: what it does.
-        calls: how often it ran.
-    """
-
-    name: str
-    reason: str
-    plan: Plan
-    captured: Captured = field(repr=False)
-    world: World = field(repr=False)
-    types: dict[str, TensorType] = field(repr=False)
-    executors: list[Executor] = field(default_factory=list, repr=False)
-    calls: int = 0
 
 
 def compile(fn: Callable[..., Any] | None = None, /, **options: Any) -> Any:
@@ -124,8 +90,7 @@ class CompiledStep:
         functools.update_wrapper(self, fn)
         self.fn, self.options = fn, options
         self.__name__: str = getattr(fn, "__name__", type(fn).__name__)
-        self.variants: list[Variant] = []
-        self._order: list[Variant] = []  # the same, last used first
+        self.variants = Variants()
         self.stats: StepStats | None = None
         self.step = 0
         self._host: Host | None = None
@@ -168,18 +133,17 @@ class CompiledStep:
                 f"the state is that of half a step: {self._poisoned}", hint="load a checkpoint into new objects, or stop"
             )
         world, host = self._seen(args, kwargs)
-        static = [f"{p}: {v}" for p, v in world.signature.items() if p not in world.inputs]
-        call = host.meet(world, self.options, self._signature(world), lambda: "\n".join(static))
+        call = host.meet(world, self.options, self._signature(world), lambda: _static(world))
         known: list[Any] = []  # decisions of this call, as far as they are known
         failed: Guard | None = None
         while True:
-            variant = self._find(world, call, known)
+            variant = self.variants.find(world, call.types, known)
             new = variant is None
             if variant is None:
                 variant, world = self._new(args, kwargs, world, call, host, known, failed)
-            if new or not self._arguments:
+            if new:
                 world = self._place(args, kwargs, world, host, variant.plan)
-            self._arguments = world.arguments
+            self._arguments = {name: value for name, value in world.arguments.items() if _has_state(value)}
             done, streams = self._run(variant, world, call, host, len(known))
             if done.failed is None:
                 break
@@ -219,12 +183,10 @@ class CompiledStep:
                     variant = self._compile(args, kwargs, world, call, host, known, failed)
             except PlaceFirst as first:
                 world = self._place(args, kwargs, world, host, first.plan)
-                self._arguments = world.arguments
             else:
                 break
         host.agree({"plan": variant.plan.hash, "program": str(variant.captured.program)})
         self.variants.append(variant)
-        self._order.insert(0, variant)
         known[:] = [g.expected for g in variant.captured.program.guards]
         return variant, world
 
@@ -243,9 +205,7 @@ class CompiledStep:
         streams.commit()
         variant.captured.effects.commit(world, done.created, done.deleted, done.numbers)
         self.step += 1
-        variant.calls += 1
-        self._order.remove(variant)
-        self._order.insert(0, variant)
+        self.variants.ran(variant)
         self._plan = variant.plan
         worst = max(done.stats, key=lambda s: s.peak_bytes)
         self.stats = StepStats(
@@ -270,7 +230,7 @@ class CompiledStep:
         lines = [f"step: {self.__name__}"]
         for path, t in world.inputs.items():
             lines.append(f"{path}: {t.dtype} [*, {', '.join(map(str, t.shape[1:]))}]" if t.dim() else f"{path}: {t.dtype} []")
-        known = (k for k, v in enumerate(self.variants) if _same_key(v.world, world) and v.captured.admits(world.numbers))
+        known = (k for k, v in enumerate(self.variants) if same_key(v.world, world) and v.captured.admits(world.numbers))
         lines.append(f"variant by static values: {next(known, 'a new one')}")
         if self.options.rng == "torch":
             lines.append(f"random generator: {zlib.crc32(bytes(torch.default_generator.get_state().tolist()))}")
@@ -279,60 +239,25 @@ class CompiledStep:
     def _observe(self, args: Any, kwargs: Any) -> World:
         return observe(self.fn, args, kwargs, {path for v in self.variants for path in v.captured.carried})
 
-    def _find(self, world: World, call: Call, known: list[Any]) -> Variant | None:
-        """The variant of this call whose decisions begin with `known`; the one that ran last where several do."""
-        for v in self._order:
-            same = v.captured.agrees(known) and v.types == call.types and _same_key(v.world, world)
-            if same and v.captured.admits(world.numbers):
-                return v
-        return None
-
     def _compile(
         self, args: Any, kwargs: Any, world: World, call: Call, host: Host, known: list[Any], failed: Guard | None
     ) -> Variant:
+        reason = f"{failed} is now {known[-1]!r}" if failed is not None else self.variants.reason(world, call.types)
         if len(self.variants) >= self.options.max_variants:
+            exact = failed is not None and type(failed.expected) is not bool
             raise CaptureError(
-                f"{self.__name__} needs more than max_variants={self.options.max_variants} variants; "
-                f"the last: {self._reason(world, call, known, failed)}",
-                where=failed.line if failed else "",
-                hint="compare tensors instead of float(t) or int(t), which ask for the exact number; or raise max_variants"
-                if failed and type(failed.expected) is not bool
+                f"{self.__name__} needs more than max_variants={self.options.max_variants} variants; the last: {reason}",
+                where=failed.line if failed is not None else "",
+                hint="compare tensors, or t.item(), instead of asking for the exact number; or raise max_variants"
+                if exact
                 else "make what changes at every call a tensor or a number of param_groups, or raise max_variants",
             )
-        decide = self._decider(world, call, host)
+        decide = decider(host, world, call, Streams(self.options, self._seed or 0, self.step), self._built)
         captured = capture(self.fn, args, kwargs, world, call.types, _device(self.options.mesh), decide, known)
         plan = self._planned(captured, self.options.mesh)
-        name, reason = f"{self.__name__}#{len(self.variants)}", self._reason(world, call, known, failed)
-        variant = Variant(name, reason, plan, captured, world.summary(), call.types)
+        variant = Variant(f"{self.__name__}#{len(self.variants)}", reason, plan, captured, world.summary(), call.types)
         variant.executors = host.executors(plan)
         return variant
-
-    def _decider(self, world: World, call: Call, host: Host) -> Decide:
-        """How Python's decisions on values are answered during a capture."""
-
-        streams = Streams(self.options, self._seed or 0, self.step)  # before the trace, which plays with the generator
-        whole = isinstance(host, LocalHost) and not any(ref.get().is_meta for ref in world.slots.values())
-        if whole:
-            return Whole(world, streams.make)
-        return Sharded(
-            lambda program: self._built(replace(program, mesh=host.ranks.mesh)),
-            bool(self._arguments),
-            host,
-            world,
-            call,
-            streams,
-        )
-
-    def _reason(self, world: World, call: Call, known: list[Any], failed: Guard | None) -> str:
-        if failed is not None:
-            return f"{failed} is now {known[-1]!r}"
-        if not self.variants:
-            return "first call"
-        last = self.variants[-1]
-        for path, t in call.types.items():
-            if path in last.types and last.types[path] != t:
-                return f"{path}: {last.types[path]} became {t}"
-        return why(last.world, world) or "a decision on a number came out differently"
 
     def _planned(self, captured: Captured, mesh: Mesh) -> Plan:
         program = replace(captured.program, mesh=mesh)
@@ -340,13 +265,12 @@ class CompiledStep:
             return self._built(program)
         stages = passes.run(program, self.options)
         final = list(stages.values())[-1]
-        if self.options.plan is not None:
-            saved = Plan.load(self.options.plan)
-            saved.check_fits(final.slots, {p: final.type(n) for p, n in final.inputs.items()}, mesh)
-            reason = saved.mismatch(final)
-            if reason is None:
-                return saved
-            final.notes.append(f"not from {self.options.plan}, which is of another variant: {reason}")
+        saved = Plan.load(self.options.plan)
+        saved.check_fits(final.slots, {p: final.type(n) for p, n in final.inputs.items()}, mesh)
+        reason = saved.mismatch(final)
+        if reason is None:
+            return saved
+        final.notes.append(f"not from {self.options.plan}, which is of another variant: {reason}")
         return self._built(program, stages)
 
     def _built(self, program: Program, stages: dict[str, Program] | None = None) -> Plan:
@@ -364,31 +288,31 @@ class CompiledStep:
                 rank's part.
 
         Returns:
-            The steady-state plan, with optimizer state present, also for a fresh optimizer.
+            The steady-state plan, with optimizer state present, also for a fresh optimizer. Where Python decides on values, the
+            plan of this very call: it needs real tensors.
+
+        Raises:
+            PlanError: a decision on values that are not here.
         """
         world = self._observe(args, kwargs)
         mesh = self.options.mesh
         if -1 in mesh.shape:
             mesh = mesh.resolve(1 if mesh.simulated else int(os.environ.get("WORLD_SIZE", 1)))
         types = self._global_types(world, mesh)
-        decide = self._dry_decider(world)
+        seed = torch.initial_seed() & (2**63 - 1) if self._seed is None else self._seed
+        decide = dry(world, Streams(self.options, seed, self.step))
         captured = capture(self.fn, args, kwargs, world, types, _device(mesh), decide)
-        known = [g.expected for g in captured.program.guards]
         with captured.effects.pretended(world, captured.program.slots):
             steady = self._observe(args, kwargs)
-            if not _same_key(steady, world):
-                captured = capture(self.fn, args, kwargs, steady, types, _device(mesh), self._dry_decider(steady), known)
+            later = not same_key(steady, world)
+            if later and not captured.program.guards:
+                captured = capture(self.fn, args, kwargs, steady, types, _device(mesh), decide)
+            elif later:
+                captured.program.notes.append("of a first call: what later ones decide depends on the state that it leaves")
         self._plan = self._planned(captured, mesh)
         return self._plan
 
-    def _dry_decider(self, world: World) -> Decide:
-        """Without a run, decisions are answered from real tensors of at most `DRY_LIMIT` bytes in this process."""
-        start = Streams(self.options, (torch.initial_seed() if self._seed is None else self._seed) & (2**63 - 1), self.step)
-        return Whole(world, start.make, DRY_LIMIT)
-
     def _global_types(self, world: World, mesh: Mesh) -> dict[str, TensorType]:
-        from shardc.hosts import check_rows, row_axes
-
         out = {}
         local = self.options.inputs_are == "local" or (self.options.inputs_are is None and not mesh.simulated)
         for path, t in world.inputs.items():
@@ -408,7 +332,7 @@ class CompiledStep:
         Raises:
             StateError: the step has not run yet.
         """
-        if not self._arguments:
+        if self._plan is None or not self.step:
             raise StateError(f"{self.__name__} has not run yet", hint="call it first, or use model.state_dict()")
         return full_state_dict(self._arguments)
 
@@ -423,8 +347,17 @@ def _device(mesh: Mesh) -> str:
     return torch.device(mesh.device or ("cuda" if torch.cuda.is_available() else "cpu")).type
 
 
-def _same_key(a: World, b: World) -> bool:
-    """Whether two worlds are alike, but for the shapes of the inputs (which are compared as global ones)."""
-    return a.signature.keys() == b.signature.keys() and all(
-        v == b.signature[p] for p, v in a.signature.items() if p not in a.inputs
-    )
+def _static(world: World) -> str:
+    """The static values of a call, a line each."""
+    return "\n".join(f"{path}: {value}" for path, value in world.signature.items() if path not in world.inputs)
+
+
+def _has_state(value: object) -> bool:
+    """Whether an argument is, or holds, an object with a `state_dict`; batches are not kept beyond their call."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return any(_has_state(getattr(value, f.name)) for f in dataclasses.fields(value))
+    if isinstance(value, dict):
+        return any(map(_has_state, value.values()))
+    if isinstance(value, (list, tuple, set)):
+        return any(map(_has_state, value))
+    return hasattr(value, "state_dict")

@@ -8,21 +8,45 @@ rank holds the whole. Neither changes anything of the user's.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from shardc import _torch
-from shardc.capture import World
+from shardc.capture import Decide, World
 from shardc.errors import PlanError
-from shardc.hosts import Call, Host, Streams
+from shardc.hosts import Call, Host, LocalHost, Streams
 from shardc.mesh import Mesh
 from shardc.plan import Plan
-from shardc.program import Program, TensorType, op_name
+from shardc.program import Program, SlotKind, TensorType, op_name
 from shardc.runtime.rng import Stream
 from shardc.runtime.simulate import execution
 from shardc.spec import ShardSpec
+
+DRY_LIMIT = 1 << 30
+"""Bytes of values that `lower` may compute to answer decisions."""
+
+
+def decider(host: Host, world: World, call: Call, streams: Streams, planned: Callable[[Program], Plan]) -> Decide:
+    """How a call's decisions are answered during its capture.
+
+    Args:
+        streams: of the step; made before the trace, which plays with torch's generator.
+        planned: makes the plan of a program.
+    """
+    meta = any(ref.get().is_meta for ref in world.slots.values())
+    if isinstance(host, LocalHost) and not meta:
+        return Whole(world, streams.make)
+    parameters = [ref.get() for ref in world.slots.values() if ref.kind is SlotKind.PARAMETER]
+    placed = not meta and all(hasattr(p, "placements") for p in parameters)
+    return Sharded(lambda program: planned(replace(program, mesh=host.ranks.mesh)), placed, host, world, call, streams)
+
+
+def dry(world: World, streams: Streams) -> Decide:
+    """Without a run, decisions are answered from real tensors of at most `DRY_LIMIT` bytes in this process."""
+    return Whole(world, streams.make, DRY_LIMIT)
 
 
 def prefix(program: Program, node: fx.Node) -> Program:
@@ -111,6 +135,12 @@ class Whole:
                     f"a decision depends on values, and {path} {what}", where=line,
                     hint="plan with real tensors on one process, or call the step and read step.plan",
                 )  # fmt: skip
+            wanted = program.type(node).shape
+            if tuple(value.shape) != wanted:
+                raise PlanError(
+                    f"a decision depends on values, and {program.info[node].module} is a part, of shape {list(value.shape)}, "
+                    f"of a tensor of shape {list(wanted)}", where=line, hint="lower with a simulated mesh and the global batch",
+                )  # fmt: skip
             self.device = value.device if value.device.type != "cpu" else self.device
             return value.detach()
         return value
@@ -142,8 +172,9 @@ class Whole:
             ) from error
 
 
-class PlaceFirst(Exception):
-    """State has to be put in place before a value can be computed; `plan` says where. The capture then starts again."""
+class PlaceFirst(BaseException):
+    """State has to be put in place before a value can be computed; `plan` says where. The capture then starts again. No failure:
+    all ranks come here, and what handles errors lets it pass."""
 
     def __init__(self, plan: Plan) -> None:
         super().__init__()

@@ -5,7 +5,7 @@
 Both run in float64 from the same state on the same batches, torch seeded alike before each call. After every call the returned
 values, parameters, buffers, gradients, optimizer state and Python numbers must agree: integers exactly, floating-point tensors
 within ``max(1e-10 max|ref|, 10 d)``, where d is how far the oracle is from itself when its sums are re-associated or its
-parameters moved by one unit in the last place.
+parameters and inputs moved by one unit in the last place.
 """
 
 from __future__ import annotations
