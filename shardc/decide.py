@@ -173,7 +173,7 @@ class Whole:
 
 
 class PlaceFirst(BaseException):
-    """State has to be put in place before a value can be computed; `plan` says where. The capture then starts again. No failure:
+    """State has to be put in place before a value can be computed; `plan` says where. The capture then starts anew. No failure:
     all ranks come here, and what handles errors lets it pass."""
 
     def __init__(self, plan: Plan) -> None:

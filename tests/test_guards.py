@@ -156,6 +156,39 @@ def radam() -> State:
     return state(torch.optim.RAdam)
 
 
+def sizes(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> Tensor:
+    count = (y > 0).sum() % 3 + 1
+    loss = F.mse_loss(model(x[: count.item()]), y[: int(count)])
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()
+
+
+def comparisons(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> tuple[float, Tensor]:
+    loss = F.mse_loss(model(x), y)
+    loss.backward()
+    if not torch.equal(x, y) and not torch.allclose(loss, loss + 1) and loss.item():
+        optimizer.step()
+    optimizer.zero_grad()
+    return max(0.5, loss.item()), loss.detach()
+
+
+class Patience:
+    def __init__(self) -> None:
+        self.best, self.bad = float("inf"), 0
+
+
+def patient(model: nn.Module, optimizer: Any, patience: Patience, x: Tensor, y: Tensor) -> Tensor:
+    loss = F.mse_loss(model(x), y)
+    loss.backward()
+    patience.bad = 0 if loss.item() < 1.0 else patience.bad + 1
+    if patience.bad < 2:
+        optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()
+
+
 CASES: dict[str, tuple[Any, Any, Any]] = {
     "skip": (skip, state, with_nan()),
     "clipped": (clipped, state, batches(4)),
@@ -165,6 +198,10 @@ CASES: dict[str, tuple[Any, Any, Any]] = {
     "lbfgs": (closure, lbfgs, batches(3)),
     "averaged": (averaged, averaged_state, batches(3)),
     "radam": (plain, radam, batches(8)),
+    "sizes": (sizes, state, batches(4)),
+    "comparisons": (comparisons, state, batches(2)),
+    "patience": (patient, lambda: (*state(), Patience()), batches(5)),
+    "wolfe": (closure, lambda: state(torch.optim.LBFGS, max_iter=3, line_search_fn="strong_wolfe"), batches(2)),
 }
 
 
@@ -260,7 +297,10 @@ def test_a_generator_that_failed_does_not_advance() -> None:
         assert torch.equal(mine, torch.get_rng_state())
 
 
-@pytest.mark.parametrize("name", ["skip", "drop", "scaler", "lbfgs"])
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    "name", ["drop", "scaler", pytest.param("skip", marks=pytest.mark.long), pytest.param("lbfgs", marks=pytest.mark.long)]
+)
 def test_on_processes(name: str) -> None:
     fn = {"skip": skip, "drop": drop, "scaler": scaled, "lbfgs": closure}[name]
     make = {"skip": state, "drop": state, "scaler": scaled_state, "lbfgs": lbfgs}[name]

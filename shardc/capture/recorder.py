@@ -153,8 +153,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         device = kwargs.get("device")
         if device is not None and torch.device(device).type not in ("cpu", "meta"):
             kwargs = {**kwargs, "device": torch.device("cpu")}
-        if func is aten.equal.default:
-            return self._equal(*args)
+        if func in (aten.equal.default, aten.allclose.default):
+            return self._equal(func, *args, **kwargs)
         args, kwargs = _decided_sizes(func, args, kwargs)
         inputs: list[fx.Node] = []
 
@@ -277,12 +277,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.info[node] = Info(None, phase, where.module, where.line)
         return symbol(Number(self, node, pytype, None))
 
-    def _equal(self, a: Tensor, b: Tensor) -> Any:
-        """`torch.equal` gives a Python bool: a decision."""
-        if a.shape != b.shape:
+    def _equal(self, func: Any, a: Tensor, b: Tensor, *tolerances: Any, **named: Any) -> bool:
+        """`torch.equal` and `torch.allclose` give a Python bool: a decision."""
+        if func is aten.equal.default and a.shape != b.shape:
             return False
         with self:
-            return bool(aten._local_scalar_dense.default(aten.all.default(aten.eq.Tensor(a, b))))
+            same = aten.eq.Tensor(a, b) if func is aten.equal.default else torch.isclose(a, b, *tolerances, **named)
+            return bool(aten._local_scalar_dense.default(aten.all.default(same)))
 
     def _stranger(self, x: Tensor, func: Any) -> CaptureError:
         what = "parameter" if isinstance(x, torch.nn.Parameter) else "tensor"
@@ -332,12 +333,12 @@ def _hints(x: Any) -> Any:
 
 
 def _decided_sizes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments in which sizes and indices (the schema's SymInt) are plain numbers: what a tensor's shape depends on is
+    """Arguments in which sizes and indices (not the schema's Scalars) are plain numbers: what a tensor's shape depends on is
     decided at capture."""
     given = [*args, *kwargs.values()]
     if not any(map(is_symbol, given)) and not any(is_symbol(y) for x in given if isinstance(x, (list, tuple)) for y in x):
         return args, kwargs
-    sizes = {a.name for a in func._schema.arguments if "SymInt" in str(a.real_type)}
+    sizes = {a.name for a in func._schema.arguments if "int" in str(a.real_type)}
 
     def plain(x: Any) -> Any:
         if isinstance(x, (list, tuple)):
