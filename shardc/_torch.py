@@ -302,6 +302,17 @@ def autocast_stands_for(device: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def float_in_lbfgs(new: Callable[[Any], Any]) -> Iterator[None]:
+    """While inside, ``float(x)`` in the module of torch.optim.LBFGS is ``new(x)``."""
+    module = importlib.import_module("torch.optim.lbfgs")
+    vars(module)["float"] = new
+    try:
+        yield
+    finally:
+        del vars(module)["float"]
+
+
+@contextlib.contextmanager
 def without_mkldnn() -> Iterator[None]:
     """While inside, operators do not take oneDNN's own fused forms (an LSTM as one operator of the CPU alone)."""
     before = torch._C._get_mkldnn_enabled()

@@ -9,24 +9,25 @@ import functools
 import os
 import zlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from shardc import passes
-from shardc.capture import Captured, World, capture, observe, why
+from shardc.capture import Captured, World, capture, observe
+from shardc.decide import PlaceFirst, decider, dry
 from shardc.errors import CaptureError, OptionError, PlanError, ShardcError, StateError
-from shardc.hosts import Call, Host, LocalHost, ProcessHost, Streams, check_rows, row_axes
+from shardc.hosts import Call, Finished, Host, LocalHost, ProcessHost, Streams, check_rows, row_axes
+from shardc.instructions import Guard
 from shardc.mesh import Mesh
 from shardc.options import Options
 from shardc.plan import Plan, build
-from shardc.program import TensorType
-from shardc.runtime.accounting import Stats
-from shardc.runtime.executor import Executor
+from shardc.program import Program, TensorType
 from shardc.runtime.state import Watch
 from shardc.runtime.whole import full_state_dict
 from shardc.runtime.world import setup
+from shardc.variants import StepStats, Variant, Variants, same_key
 
 DryRun = Callable[["CompiledStep", tuple[Any, ...], dict[str, Any]], None]
 _dry_run: contextvars.ContextVar[DryRun | None] = contextvars.ContextVar("shardc_dry_run", default=None)
@@ -44,38 +45,6 @@ def dry_run(instead: DryRun) -> Iterator[None]:
         yield
     finally:
         _dry_run.reset(token)
-
-
-@dataclass
-class StepStats(Stats):
-    """Measured in the last step: the worst rank, and each rank that this process runs.
-
-    Args:
-        ranks: stats of each (all on a simulated mesh, else this process's alone).
-    """
-
-    ranks: tuple[Stats, ...] = ()
-
-
-@dataclass
-class Variant:
-    """One captured and compiled form of a step.
-
-    Args:
-        name: ``train_step#0``.
-        reason: why it was captured, in words.
-        plan: what it does.
-        calls: how often it ran.
-    """
-
-    name: str
-    reason: str
-    plan: Plan
-    captured: Captured = field(repr=False)
-    world: World = field(repr=False)
-    types: dict[str, TensorType] = field(repr=False)
-    executors: list[Executor] = field(default_factory=list, repr=False)
-    calls: int = 0
 
 
 def compile(fn: Callable[..., Any] | None = None, /, **options: Any) -> Any:
@@ -128,7 +97,7 @@ class CompiledStep:
         functools.update_wrapper(self, fn)
         self.fn, self.options = fn, options
         self.__name__: str = getattr(fn, "__name__", type(fn).__name__)
-        self.variants: list[Variant] = []
+        self.variants = Variants()
         self.stats: StepStats | None = None
         self.step = 0
         self._host: Host | None = None
@@ -172,22 +141,22 @@ class CompiledStep:
             )
         world, host = self._seen(args, kwargs)
         call = host.meet(world, self.options, self._signature(world), lambda: _static(world))
-        variant = self._find(world, call)
-        new = variant is None
-        if variant is None:
-            with host.together("program"):
-                variant = self._compile(args, kwargs, world, call, host)
-            host.agree({"plan": variant.plan.hash, "program": str(variant.captured.program)})
-            self.variants.append(variant)
-        if new:
-            owners = [*world.arguments.values(), *(o.value for o in world.outside)]
-            with host.together("state"):
-                moved = host.place(world, variant.plan, owners)
-            host.agree({"state": "in place"})
-            if moved:
-                world = self._observe(args, kwargs)
-        self._arguments = {name: value for name, value in world.arguments.items() if _has_state(value)}
-        out = self._run(variant, world, call, host)
+        known: list[Any] = []  # decisions of this call, as far as they are known
+        failed: Guard | None = None
+        while True:
+            variant = self.variants.find(world, call.types, known)
+            new = variant is None
+            if variant is None:
+                variant, world = self._new(args, kwargs, world, call, host, known, failed)
+            if new:
+                world = self._place(args, kwargs, world, host, variant.plan)
+            self._arguments = {name: value for name, value in world.arguments.items() if _has_state(value)}
+            done, streams = self._run(variant, world, call, host, len(known))
+            if done.failed is None:
+                break
+            failed, value = done.failed
+            known = [*(g.expected for g in variant.captured.program.guards[: failed.index]), value]
+        out = self._commit(variant, world, done, streams)
         if variant.captured.effects.created or variant.captured.effects.deleted or variant.calls == 1:
             world = self._observe(args, kwargs)
         self._watch.remember(world.slots.values())
@@ -203,18 +172,47 @@ class CompiledStep:
             self._watch.check(world.slots.values())
         return world, self._host
 
-    def _run(self, variant: Variant, world: World, call: Call, host: Host) -> Any:
+    def _place(self, args: Any, kwargs: Any, world: World, host: Host, plan: Plan) -> World:
+        """Put state where plans want it; returns the world as it is then."""
+        owners = [*world.arguments.values(), *(o.value for o in world.outside)]
+        with host.together("state"):
+            moved = host.place(world, plan, owners)
+        host.agree({"state": "in place"})
+        return self._observe(args, kwargs) if moved else world
+
+    def _new(
+        self, args: Any, kwargs: Any, world: World, call: Call, host: Host, known: list[Any], failed: Guard | None
+    ) -> tuple[Variant, World]:
+        """Capture and compile a variant for this call, whose decisions begin with `known`; those that it took are added."""
+        while True:
+            try:
+                with host.together("program"):
+                    variant = self._compile(args, kwargs, world, call, host, known, failed)
+            except PlaceFirst as first:
+                world = self._place(args, kwargs, world, host, first.plan)
+            else:
+                break
+        host.agree({"plan": variant.plan.hash, "program": str(variant.captured.program)})
+        self.variants.append(variant)
+        known[:] = [g.expected for g in variant.captured.program.guards]
+        return variant, world
+
+    def _run(self, variant: Variant, world: World, call: Call, host: Host, trusted: int) -> tuple[Finished, Streams]:
         inputs: dict[str, Any] = {**world.inputs, **variant.captured.constants, **world.numbers}
         streams = Streams(self.options, self._seed or 0, self.step)
         try:
-            done = host.run(variant.executors, variant.plan, world, call, inputs, streams)
+            return host.run(variant.executors, variant.plan, world, call, inputs, streams, trusted), streams
         except ShardcError as e:
             if any(x.dirty for x in variant.executors) and not (isinstance(host, LocalHost) and host.mesh.size > 1):
                 self._poisoned = e.what
             raise
+
+    def _commit(self, variant: Variant, world: World, done: Finished, streams: Streams) -> Any:
+        """The step has run: what it leaves beside the slots goes to the user's objects."""
+        streams.commit()
         variant.captured.effects.commit(world, done.created, done.deleted, done.numbers)
         self.step += 1
-        variant.calls += 1
+        self.variants.ran(variant)
         self._plan = variant.plan
         worst = max(done.stats, key=lambda s: s.peak_bytes)
         self.stats = StepStats(
@@ -239,7 +237,7 @@ class CompiledStep:
         lines = [f"step: {self.__name__}"]
         for path, t in world.inputs.items():
             lines.append(f"{path}: {t.dtype} [*, {', '.join(map(str, t.shape[1:]))}]" if t.dim() else f"{path}: {t.dtype} []")
-        known = (k for k, v in enumerate(self.variants) if _same_key(v.world, world) and v.captured.admits(world.numbers))
+        known = (k for k, v in enumerate(self.variants) if same_key(v.world, world) and v.captured.admits(world.numbers))
         lines.append(f"variant by static values: {next(known, 'a new one')}")
         if self.options.rng == "torch":
             lines.append(f"random generator: {zlib.crc32(bytes(torch.default_generator.get_state().tolist()))}")
@@ -248,48 +246,45 @@ class CompiledStep:
     def _observe(self, args: Any, kwargs: Any) -> World:
         return observe(self.fn, args, kwargs, {path for v in self.variants for path in v.captured.carried})
 
-    def _find(self, world: World, call: Call) -> Variant | None:
-        for v in self.variants:
-            if v.types == call.types and _same_key(v.world, world) and v.captured.admits(world.numbers):
-                return v
-        return None
-
-    def _compile(self, args: Any, kwargs: Any, world: World, call: Call, host: Host) -> Variant:
+    def _compile(
+        self, args: Any, kwargs: Any, world: World, call: Call, host: Host, known: list[Any], failed: Guard | None
+    ) -> Variant:
+        reason = f"{failed} is now {known[-1]!r}" if failed is not None else self.variants.reason(world, call.types)
         if len(self.variants) >= self.options.max_variants:
+            exact = failed is not None and type(failed.expected) is not bool
             raise CaptureError(
-                f"{self.__name__} needs more than max_variants={self.options.max_variants} variants; "
-                f"the last: {self._reason(world, call)}",
-                hint="make what changes at every call a tensor or a number of param_groups, or raise max_variants",
+                f"{self.__name__} needs more than max_variants={self.options.max_variants} variants; the last: {reason}",
+                where=failed.line if failed is not None else "",
+                hint="compare tensors, or t.item(), instead of asking for the exact number; or raise max_variants"
+                if exact
+                else "make what changes at every call a tensor or a number of param_groups, or raise max_variants",
             )
-        captured = capture(self.fn, args, kwargs, world, call.types, _device(self.options.mesh), self.options.precision)
+        decide = decider(host, world, call, Streams(self.options, self._seed or 0, self.step), self._built)
+        mesh, precision = self.options.mesh, self.options.precision
+        captured = capture(self.fn, args, kwargs, world, call.types, _device(mesh), decide, known, precision)
         plan = self._planned(captured, self.options.mesh)
-        name, reason = f"{self.__name__}#{len(self.variants)}", self._reason(world, call)
-        variant = Variant(name, reason, plan, captured, world.summary(), call.types)
+        variant = Variant(f"{self.__name__}#{len(self.variants)}", reason, plan, captured, world.summary(), call.types)
         variant.executors = host.executors(plan)
         return variant
 
-    def _reason(self, world: World, call: Call) -> str:
-        if not self.variants:
-            return "first call"
-        last = self.variants[-1]
-        for path, t in call.types.items():
-            if path in last.types and last.types[path] != t:
-                return f"{path}: {last.types[path]} became {t}"
-        return why(last.world, world) or "a decision on a number came out differently"
-
     def _planned(self, captured: Captured, mesh: Mesh) -> Plan:
         program = replace(captured.program, mesh=mesh)
+        if self.options.plan is None:
+            return self._built(program)
         stages = passes.run(program, self.options)
         final = list(stages.values())[-1]
+        saved = Plan.load(self.options.plan)
+        saved.check_fits(final.slots, {p: final.type(n) for p, n in final.inputs.items()}, mesh)
+        reason = saved.mismatch(final)
+        if reason is None:
+            return saved
+        final.notes.append(f"not from {self.options.plan}, which is of another variant: {reason}")
+        return self._built(program, stages)
+
+    def _built(self, program: Program, stages: dict[str, Program] | None = None) -> Plan:
+        stages = stages or passes.run(program, self.options)
         shown = {k: getattr(self.options, k) for k in SHOWN}
-        if self.options.plan is not None:
-            saved = Plan.load(self.options.plan)
-            saved.check_fits(final.slots, {p: final.type(n) for p, n in final.inputs.items()}, mesh)
-            reason = saved.mismatch(final)
-            if reason is None:
-                return saved
-            final.notes.append(f"not from {self.options.plan}, which is of another variant: {reason}")
-        return build(final, options=shown, stages=stages)
+        return build(list(stages.values())[-1], options=shown, stages=stages)
 
     # -- planning --------------------------------------------------------------------------------------------------
 
@@ -301,18 +296,28 @@ class CompiledStep:
                 rank's part.
 
         Returns:
-            The steady-state plan, with optimizer state present, also for a fresh optimizer.
+            The steady-state plan, with optimizer state present, also for a fresh optimizer. Where Python decides on values, the
+            plan of this very call: it needs real tensors.
+
+        Raises:
+            PlanError: a decision on values that are not here.
         """
         world = self._observe(args, kwargs)
         mesh = self.options.mesh
         if -1 in mesh.shape:
             mesh = mesh.resolve(1 if mesh.simulated else int(os.environ.get("WORLD_SIZE", 1)))
         types = self._global_types(world, mesh)
-        captured = capture(self.fn, args, kwargs, world, types, _device(mesh), self.options.precision)
+        seed = torch.initial_seed() & (2**63 - 1) if self._seed is None else self._seed
+        precision = self.options.precision
+        decide = dry(world, Streams(self.options, seed, self.step))
+        captured = capture(self.fn, args, kwargs, world, types, _device(mesh), decide, precision=precision)
         with captured.effects.pretended(world, captured.program.slots):
             steady = self._observe(args, kwargs)
-            if not _same_key(steady, world):
-                captured = capture(self.fn, args, kwargs, steady, types, _device(mesh), self.options.precision)
+            later = not same_key(steady, world)
+            if later and not captured.program.guards:
+                captured = capture(self.fn, args, kwargs, steady, types, _device(mesh), decide, precision=precision)
+            elif later:
+                captured.program.notes.append("of a first call: what later ones decide depends on the state that it leaves")
         self._plan = self._planned(captured, mesh)
         return self._plan
 
@@ -365,10 +370,3 @@ def _has_state(value: object) -> bool:
     if isinstance(value, (list, tuple, set)):
         return any(map(_has_state, value))
     return hasattr(value, "state_dict")
-
-
-def _same_key(a: World, b: World) -> bool:
-    """Whether two worlds are alike, but for the shapes of the inputs (which are compared as global ones)."""
-    return a.signature.keys() == b.signature.keys() and all(
-        v == b.signature[p] for p, v in a.signature.items() if p not in a.inputs
-    )

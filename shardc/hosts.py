@@ -15,7 +15,7 @@ from torch import Tensor
 
 from shardc.capture.world import World
 from shardc.errors import AgreementError, InputError, RuntimeFailure
-from shardc.instructions import Input, Return
+from shardc.instructions import Guard, Input, Return
 from shardc.options import Options
 from shardc.plan import Plan
 from shardc.program import TensorType
@@ -54,6 +54,8 @@ class Finished:
     deleted: set[str]
     numbers: dict[str, Any]
     stats: list[Stats]
+    failed: tuple[Guard, Any] | None = None
+    """The guard that did not hold, with what it found: nothing has changed, and there are no results."""
 
 
 class Host(Protocol):
@@ -72,8 +74,16 @@ class Host(Protocol):
     def executors(self, plan: Plan) -> list[Executor]: ...
 
     def run(
-        self, executors: Sequence[Executor], plan: Plan, world: World, call: Call, inputs: Mapping[str, Any], streams: Streams
-    ) -> Finished: ...
+        self,
+        executors: Sequence[Executor],
+        plan: Plan,
+        world: World,
+        call: Call,
+        inputs: Mapping[str, Any],
+        streams: Streams,
+        trusted: int = 0,
+    ) -> Finished:
+        """Run a step; `trusted` of the first guards are known to hold. The caller commits `streams`."""
 
 
 class Streams:
@@ -81,13 +91,14 @@ class Streams:
 
     def __init__(self, options: Options, seed: int, step: int) -> None:
         self.kind, self.seed, self.step = options.rng, seed, step
+        self.start = torch.default_generator.get_state()
         self.generators: list[torch.Generator] = []
 
     def make(self) -> Stream:
         if self.kind == "counter":
             return CounterStream(self.seed, self.step)
         generator = torch.Generator()
-        generator.set_state(torch.default_generator.get_state())
+        generator.set_state(self.start)
         self.generators.append(generator)
         return TorchStream(generator)
 
@@ -146,7 +157,14 @@ class LocalHost:
         return [Executor(plan.instructions, self.mesh, c, self.ranks.device) for c in self.mesh.coords()]
 
     def run(
-        self, executors: Sequence[Executor], plan: Plan, world: World, call: Call, inputs: Mapping[str, Any], streams: Streams
+        self,
+        executors: Sequence[Executor],
+        plan: Plan,
+        world: World,
+        call: Call,
+        inputs: Mapping[str, Any],
+        streams: Streams,
+        trusted: int = 0,
     ) -> Finished:
         specs = _storage(plan)
         n = self.mesh.size
@@ -164,7 +182,9 @@ class LocalHost:
             )
             for mine, part in zip(given, parts, strict=True):
                 mine[path] = part
-        outcomes = simulate(executors, slots, given, [streams.make() for _ in range(n)])
+        outcomes = simulate(executors, slots, given, [streams.make() for _ in range(n)], trusted)
+        if outcomes[0].failed is not None:
+            return Finished([], {}, set(), {}, [o.stats for o in outcomes], outcomes[0].failed)
         created: dict[str, Tensor] = {}
         for path in outcomes[0].written:
             known = world.slots.get(path)
@@ -179,7 +199,6 @@ class LocalHost:
             else outcomes[0].results[k]
             for k, spec in enumerate(_result_specs(plan))
         ]
-        streams.commit()
         return Finished(results, created, set(outcomes[0].deleted), outcomes[0].numbers, [o.stats for o in outcomes])
 
 
@@ -237,7 +256,14 @@ class ProcessHost:
         return [Executor(plan.instructions, self.mesh, self.ranks.coord, self.ranks.device)]
 
     def run(
-        self, executors: Sequence[Executor], plan: Plan, world: World, call: Call, inputs: Mapping[str, Any], streams: Streams
+        self,
+        executors: Sequence[Executor],
+        plan: Plan,
+        world: World,
+        call: Call,
+        inputs: Mapping[str, Any],
+        streams: Streams,
+        trusted: int = 0,
     ) -> Finished:
         specs = _storage(plan)
         slots = take_up(world.slots.values(), specs, {p: s.type for p, s in plan.slots.items()}, self.ranks)
@@ -246,14 +272,15 @@ class ProcessHost:
             path: self._input(path, value, wanted[path], call) if path in wanted and isinstance(value, Tensor) else value
             for path, value in inputs.items()
         }
-        outcome: Outcome = self.communicator.drive(executors[0], executors[0].run(slots, given, streams.make()))
+        outcome: Outcome = self.communicator.drive(executors[0], executors[0].run(slots, given, streams.make(), trusted))
+        if outcome.failed is not None:
+            return Finished([], {}, set(), {}, [outcome.stats], outcome.failed)
         created = {}
         for path, t in outcome.written.items():
             if path not in world.slots:
                 slot = plan.slots[path]
                 created[path] = rest(t, slot.kind, slot.of, specs[path], slot.type, self.ranks, path)
         results = [self._result(value, spec, call) for value, spec in zip(outcome.results, _result_specs(plan), strict=True)]
-        streams.commit()
         return Finished(results, created, set(outcome.deleted), outcome.numbers, [outcome.stats])
 
     def _input(self, path: str, value: Tensor, spec: ShardSpec, call: Call) -> Tensor:

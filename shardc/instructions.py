@@ -122,6 +122,27 @@ class Write(Instruction):
 
 
 @dataclass(frozen=True)
+class Guard(Instruction):
+    """The number in `reg` is `expected`, or the run ends here, before anything was written: the plan is of another course of
+    the step. Comes before every write and every update in place of a slot.
+
+    Args:
+        reg: a number, the same on all ranks.
+        expected: a bool for a decision, else the exact number that Python went on with.
+        index: position among the guards of the step.
+        text: what the user's line says.
+    """
+
+    reg: Reg = -1
+    expected: bool | int | float = True
+    index: int = 0
+    text: str = ""
+
+    def __str__(self) -> str:
+        return f"guard at {self.line or self.name}: {self.text or self.name}"
+
+
+@dataclass(frozen=True)
 class Delete(Instruction):
     """The slot is absent after the step (a gradient set to None)."""
 

@@ -6,7 +6,7 @@ after `partition`, with collectives as nodes. The graph is:
 - placeholders, in this order: one for each slot that exists on entry, one for each tensor input, one for each number;
 - call_function nodes: `torch._ops.OpOverload`s, `operator.getitem` on operators with several results, `operator` / `math` /
   `torch.sym_*` functions on numbers, and, after `partition`, `shardc.reshard.Step`s (see `Program.is_step`);
-- one output node whose single argument is the flat list: slot exits, results, number results.
+- one output node whose single argument is the flat list: slot exits, results, number results, guarded numbers.
 """
 
 from __future__ import annotations
@@ -134,6 +134,32 @@ class Draw:
 
 
 @dataclass(frozen=True)
+class Guard:
+    """A decision that Python took on a value of the step: the program is right only while it comes out the same.
+
+    Args:
+        node: the number that was asked for (a comparison, ``bool(t)``, ``int(t)``, ``float(t)``).
+        expected: what it was: a bool for decisions, the exact number where Python needed one.
+        line: the user's source line, ``train.py:41``.
+        text: what it says.
+    """
+
+    node: fx.Node
+    expected: bool | int | float
+    line: str = ""
+    text: str = ""
+
+    def holds(self, value: Any) -> bool:
+        """Whether `value` is the expected one."""
+        return alike(value, self.expected)
+
+
+def alike(value: Any, expected: Any) -> bool:
+    """Equality of numbers in which a NaN equals a NaN."""
+    return bool(value == expected) or bool(value != value and expected != expected)
+
+
+@dataclass(frozen=True)
 class Results:
     """What the step returns: a pytree whose leaves are nodes (tensors, numbers) or constants.
 
@@ -164,6 +190,7 @@ class Program:
     returns: Results | None = None
     draws: dict[fx.Node, Draw] = field(default_factory=dict)
     batched: tuple[str, ...] = ()  # inputs whose dim 0 is the batch (filled in by annotate)
+    guards: list[Guard] = field(default_factory=list)  # decisions on values, in the order in which Python took them
     notes: list[str] = field(default_factory=list)
     mesh: Mesh | None = None
 
@@ -219,16 +246,16 @@ class Program:
             self, graph=graph, info=keys(self.info), slots=dict(self.slots), entry=values(self.entry), exit=values(self.exit),
             versions=keys(self.versions), inputs=values(self.inputs), numbers=values(self.numbers),
             number_exit=values(self.number_exit), results=[env[n] for n in self.results], draws=keys(self.draws),
-            notes=list(self.notes),
+            guards=[replace(g, node=env[g.node]) for g in self.guards], notes=list(self.notes),
         )  # fmt: skip
         return replace(out, **changes)
 
     def set_output(self) -> None:
-        """(Re)create the output node from the exits and results."""
+        """(Re)create the output node from the exits, results and guards."""
         for node in [n for n in self.graph.nodes if n.op == "output"]:
             self.info.pop(node, None)
             self.graph.erase_node(node)
-        self.graph.output([*self.exit.values(), *self.results, *self.number_exit.values()])
+        self.graph.output([*self.exit.values(), *self.results, *self.number_exit.values(), *(g.node for g in self.guards)])
 
     # -- printing --------------------------------------------------------------------------------------------------
 
@@ -240,7 +267,8 @@ class Program:
         if node.op == "output":
             exits = [f"{path} = %{n.name}" for path, n in self.exit.items()]
             numbers = [f"{path} = %{n.name}" for path, n in self.number_exit.items()]
-            return "return " + ", ".join([f"%{n.name}" for n in self.results] + exits + numbers)
+            guards = [f"guard %{g.node.name} is {g.expected}  # {g.line}\n" for g in self.guards]
+            return "".join(guards) + "return " + ", ".join([f"%{n.name}" for n in self.results] + exits + numbers)
         info = self.info[node]
         kind = describe(info.type, info.spec)
         if node.op == "placeholder":

@@ -3,8 +3,8 @@
 from shardc.capture.captured import Captured
 from shardc.capture.effects import Created, Effects
 from shardc.capture.results import Tree, rebuild
-from shardc.capture.trace import capture
+from shardc.capture.trace import Decide, capture
 from shardc.capture.walk import observe
 from shardc.capture.world import SlotRef, World, why
 
-__all__ = ["Captured", "Created", "Effects", "SlotRef", "Tree", "World", "capture", "observe", "rebuild", "why"]
+__all__ = ["Captured", "Created", "Decide", "Effects", "SlotRef", "Tree", "World", "capture", "observe", "rebuild", "why"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,7 +10,7 @@ from torch import Tensor, fx
 
 from shardc.capture.effects import Effects
 from shardc.capture.results import rebuild
-from shardc.program import Program
+from shardc.program import Program, alike
 
 
 @dataclass
@@ -48,13 +49,14 @@ class Captured:
                     env[node] = node.target(*map(value, node.args))  # type: ignore[operator]
             return env[node]
 
-        return all(_alike(value(node), expected) for node, expected in self.guards)
+        return all(alike(value(node), expected) for node, expected in self.guards)
+
+    def agrees(self, outcomes: Sequence[Any]) -> bool:
+        """Whether the step takes this program's course if its decisions on values begin with `outcomes`."""
+        guards = self.program.guards
+        return len(guards) >= len(outcomes) and all(g.holds(v) for g, v in zip(guards, outcomes, strict=False))
 
     def rebuild(self, values: list[Any]) -> Any:
         """The step's result from the values of `program.results`."""
         assert self.program.returns is not None
         return rebuild(self.program.returns, values)
-
-
-def _alike(value: Any, expected: Any) -> bool:
-    return bool(value == expected) or (value != value and expected != expected)

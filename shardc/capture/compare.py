@@ -108,10 +108,12 @@ class _Comparison:
             replaced = twin is not trace.slot_twins[path]
             if replaced and ref.kind is SlotKind.PARAMETER:
                 raise CaptureError("the step replaces a parameter by another tensor", where=path, hint="copy_ into it")
-            if twin.requires_grad != trace.slot_twins[path].requires_grad and replaced:
+            if new.trainable != trace.slot_twins[path].requires_grad and replaced:
                 raise CaptureError("the step replaces a tensor by one with another requires_grad", where=path)
-            if twin.requires_grad != ref.trainable:
+            if new.trainable != ref.trainable and not self._graph(path, twin):
                 self.effects.requires_grad[path] = bool(twin.requires_grad)
+            if replaced:
+                self._graph(path, twin)
             node = self._node(twin, path)
             type_ = TensorType.of(_torch.current_value(twin))
             if (type_.shape, type_.dtype) != (program.slots[path].type.shape, program.slots[path].type.dtype):
@@ -123,6 +125,13 @@ class _Comparison:
             program.exit[path] = node
             program.versions.setdefault(node, path)
 
+    def _graph(self, path: str, twin: Any) -> bool:
+        """Whether a tensor that is kept has an autograd graph, which is not kept: the plan says so."""
+        if twin.is_leaf or not twin.requires_grad:
+            return False
+        self.program.notes.append(f"{path} is kept without its autograd graph")
+        return True
+
     def _resized(self, path: str, ref: SlotRef, type_: TensorType) -> None:
         raise CaptureError(
             f"the step changes the size or dtype of {path} from {self.program.slots[path].type} to {type_}", where=path
@@ -132,6 +141,7 @@ class _Comparison:
         twin: Any = ref.get()
         node = self._node(twin, path)
         owner, key = (ref.owner, ref.holders[0][1]) if ref.owner else self._container(path, ref)
+        self._graph(path, twin)
         on_cpu = False
         if ref.kind is SlotKind.OPTIMIZER and key == "step" and ref.owner:
             group = self.new.group_of(ref.owner, ref.holders[0][0])
@@ -151,8 +161,10 @@ class _Comparison:
     def _place(self, path: str) -> tuple[str, Any]:
         holder, key = self.new.places[path]
         owner = self.new.names.get(id(holder))
-        known = owner is not None and (owner in self.old.signature or owner.startswith(SCOPE.format("")))
-        if owner is None or not known or isinstance(holder, (list, tuple)):
+        known = owner is not None and (
+            owner in self.old.signature or owner in self.effects.containers or owner.startswith(SCOPE.format(""))
+        )
+        if owner is None or not known or isinstance(holder, tuple):
             raise CaptureError(
                 f"a value of the step escapes into {path}", where=path,
                 hint="return it from the step and store it outside",
@@ -174,9 +186,10 @@ class _Comparison:
                 self.program.number_exit[path] = value.node.fx_node
 
     def _create_number(self, path: str, value: Any) -> None:
-        if is_symbol(value) and value.node.constant is None:
-            raise CaptureError(f"a number computed in the step is kept in {path}", where=path, hint="keep it as a tensor")
-        plain = value.node.constant if is_symbol(value) else value
+        computed = is_symbol(value) and value.node.constant is None
+        if computed:
+            self.program.number_exit[path] = value.node.recorded()
+        plain = None if computed else value.node.constant if is_symbol(value) else value
         owner, of, key = self.new.number_owner(path)
         self.effects.created.append(Created(path, None, owner, of, key, plain))
 
@@ -186,8 +199,17 @@ class _Comparison:
         if path in self.new.numbers:
             return self._create_number(path, self.new.numbers[path])
         kind = value[0] if isinstance(value, tuple) else None
-        if kind == "state":
-            return  # an optimizer's new dict for a parameter; its entries are created one by one
+        if kind == "state":  # an optimizer's new dict for a parameter; its entries are created one by one
+            self.effects.containers[path] = self._state_of(path)
+            return
+        if kind in ("list", "dict"):
+            holder = self.new.objects[path]
+            if type(holder) is list or type(holder) is dict:
+                owner, key = self._place(path)
+                self.effects.containers[path] = (kind, owner, key)
+                if type(holder) is list:
+                    self.effects.lengths[path] = len(holder)
+                return
         if kind == "value":
             owner, key = self._place(path)
             assert isinstance(value, tuple)
@@ -197,8 +219,23 @@ class _Comparison:
             f"the step keeps {path} beyond the call", where=path, hint="return it from the step and store it outside"
         )
 
+    def _state_of(self, path: str) -> tuple[str, str, Any]:
+        """Of the state dict of a parameter: ("state", path of the optimizer, path of the parameter)."""
+        for name, optimizer in self.new.optimizers.items():
+            for p, state in optimizer.state.items():
+                if self.new.names.get(id(state)) == path:
+                    return "state", name, self.new.tensors[id(p)]
+        raise CaptureError(f"{path} belongs to no optimizer", where=path)
+
     def _changed(self, path: str, old: Any, new: Any) -> None:
         kind = new[0]
+        if path in self.new.slots and path not in self.old.slots and path not in self.old.inputs:
+            return self._create(path, self.new.slots[path])
+        if path in self.old.slots and path not in self.new.slots and kind in ("value", "number"):
+            if self.old.slots[path].kind is SlotKind.PARAMETER:
+                raise CaptureError("the step removes a parameter", where=path)
+            self.effects.deleted.append(path)
+            return self._appeared(path, new)
         if path in self.old.numbers:
             if path not in self.new.numbers:
                 self.effects.constants[path] = self.new.atoms[path]
@@ -221,6 +258,8 @@ class _Comparison:
                 f"a number computed from a tensor is kept in {path}, so that every later call would be another program",
                 where=path, hint="keep it as a tensor, or return it from the step",
             )  # fmt: skip
+        elif kind == "list" and old[0] == kind and any(path.startswith(f"{o}.state[") for o in self.new.optimizers):
+            self.effects.lengths[path] = new[1]
         elif kind in ("list", "tuple") and old[0] == kind:
             raise CaptureError(
                 f"{path} has {new[1]} entries after the step and had {old[1]} before: a value of the step escapes into it",

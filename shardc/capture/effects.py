@@ -26,7 +26,7 @@ class Created:
         owner: path of the optimizer whose state it joins, else of the container.
         of: path of the parameter, for optimizer state and gradients.
         key: key in the state dict or container.
-        value: of a plain entry.
+        value: of a plain entry; None where a run computes it (`program.number_exit`).
         type: of a tensor: eager's strides are kept.
         on_cpu: a step count that torch keeps on the host whatever the parameter's device.
     """
@@ -54,6 +54,9 @@ class Effects:
         requires_grad: slots whose requires_grad changed.
         stepped: optimizers that stepped (a scheduler asks).
         scheduled: calls of schedulers, run on the host at the end.
+        containers: new lists and dicts, outer ones first: path -> ("list" or "dict", container's path, key); new state dicts of
+            parameters: path -> ("state", path of the optimizer, path of the parameter).
+        lengths: lists that are new or changed their length: path -> number of entries.
     """
 
     created: list[Created] = field(default_factory=list)
@@ -64,6 +67,8 @@ class Effects:
     requires_grad: dict[str, bool] = field(default_factory=dict)
     stepped: set[str] = field(default_factory=set)
     scheduled: list[tuple[str, tuple[Any, ...]]] = field(default_factory=list)
+    containers: dict[str, tuple[str, str, Any]] = field(default_factory=dict)
+    lengths: dict[str, int] = field(default_factory=dict)
 
     def commit(
         self, world: World, tensors: dict[str, Tensor], deleted: set[str] | None = None, numbers: dict[str, Any] | None = None
@@ -85,9 +90,12 @@ class Effects:
         for path in self.deleted if deleted is None else deleted:
             if path in world.slots:
                 world.slots[path].delete()
-        index: dict[str, Any] | None = None
+        index: dict[str, Any] | None = self._contain(world) if self.containers or self.lengths else None
+        numbers = dict(numbers or {})
         for entry in self.created:
-            value = entry.value if entry.type is None else _laid_out(tensors[entry.path], entry.type)
+            value: Any = numbers.pop(entry.path, entry.value)
+            if entry.type is not None:
+                value = _laid_out(tensors[entry.path], entry.type)
             if entry.kind is SlotKind.GRADIENT:
                 world.slots[entry.of].get().grad = value
             elif entry.owner in world.optimizers and entry.of:
@@ -102,7 +110,7 @@ class Effects:
             if owner not in index:
                 raise StateError(f"{path} cannot be set: {owner} is gone", where=path)
             write(index[owner], key, value)
-        for path, number in {**self.constants, **(numbers or {})}.items():
+        for path, number in {**self.constants, **numbers}.items():
             world.set_number(path, number)
         for path, flag in self.training.items():
             index = index if index is not None else containers(world)
@@ -114,6 +122,22 @@ class Effects:
                 world.optimizers[path]._opt_called = True  # type: ignore[attr-defined]
         for path, args in self.scheduled:
             world.schedulers[path].step(*args)
+
+    def _contain(self, world: World) -> dict[str, Any]:
+        """Make the new containers and give lists their length; returns all containers by path."""
+        for kind, owner, key in self.containers.values():
+            if kind == "state":
+                world.optimizers[owner].state[world.slots[key].get()]  # a defaultdict
+        index = containers(world)
+        for path, (kind, owner, key) in self.containers.items():
+            if kind != "state":
+                index[path] = [] if kind == "list" else {}
+                write(index[owner], key, index[path])
+        for path, length in self.lengths.items():
+            found = index[path]
+            del found[length:]
+            found.extend([None] * (length - len(found)))
+        return index
 
     @contextlib.contextmanager
     def pretended(self, world: World, slots: Mapping[str, Slot]) -> Iterator[None]:
@@ -165,52 +189,9 @@ def _blank(type_: TensorType, device: torch.device) -> Tensor:
     """A tensor without values; on the CPU its memory is not touched."""
     return torch.empty_strided(type_.shape, type_.stride, dtype=type_.dtype, device=device)
 
-    @contextlib.contextmanager
-    def pretended(self, world: World, slots: Mapping[str, Slot]) -> Iterator[None]:
-        """While inside, the user's objects look as they do after one step, with empty tensors: to plan the steady state.
-
-        Args:
-            world: of the call that was captured.
-            slots: the captured program's.
-        """
-        gone = [(world.slots[path], world.slots[path].get()) for path in self.deleted if path in world.slots]
-        undo: list[tuple[Any, Any]] = []
-        try:
-            for ref, _ in gone:
-                ref.delete()
-            for entry in self.created:
-                type_ = slots[entry.path].type if entry.kind is not None else None
-                if entry.kind is SlotKind.GRADIENT:
-                    param = world.slots[entry.of].get()
-                    undo.append((param, "grad"))
-                    param.grad = _empty(type_, param)
-                elif entry.owner in world.optimizers and entry.of:
-                    optimizer, param = world.optimizers[entry.owner], world.slots[entry.of].get()
-                    if param not in optimizer.state:
-                        undo.append((optimizer.state, param))
-                    undo.append((optimizer.state[param], entry.key))
-                    optimizer.state[param][entry.key] = entry.value if type_ is None else _empty(type_, None)
-            yield
-        finally:
-            for holder, key in reversed(undo):
-                if isinstance(holder, Tensor):
-                    holder.grad = None
-                else:
-                    holder.pop(key, None)
-            for ref, tensor in gone:
-                ref.set(tensor)
-
 
 def _laid_out(t: Tensor, type_: TensorType) -> Tensor:
     """`t` with the strides of `type_`; a shard keeps its own."""
     if hasattr(t, "placements") or tuple(t.shape) != type_.shape or t.numel() < 2 or tuple(t.stride()) == type_.stride:
         return t
     return torch.empty_strided(type_.shape, type_.stride, dtype=t.dtype, device=t.device).copy_(t)
-
-
-def _empty(type_: TensorType | None, like: Tensor | None) -> Tensor:
-    """A tensor without values: on meta, or for a gradient where its parameter is (torch wants it there)."""
-    assert type_ is not None
-    if like is not None and hasattr(like, "placements"):
-        return torch.empty_like(like)
-    return torch.empty_strided(type_.shape, type_.stride, dtype=type_.dtype, device="meta" if like is None else like.device)

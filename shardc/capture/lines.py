@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import linecache
 import os
 import sys
 import sysconfig
@@ -64,6 +65,17 @@ class Frames:
         if name is None:
             name = self._files[code] = os.path.basename(code.co_filename) if is_user_code(code) else ""
         return name
+
+    def text(self) -> str:
+        """What the user's line says, for messages: a condition without its ``if``."""
+        frame = sys._getframe(1)
+        while frame is not None:
+            if self._file(frame.f_code):
+                text = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
+                words = text.removesuffix(":").split(maxsplit=1)
+                return words[1] if len(words) == 2 and words[0] in ("if", "elif", "while") else text
+            frame = frame.f_back  # type: ignore[assignment]
+        return ""
 
     def place(self) -> Place:
         """Where the caller is now."""

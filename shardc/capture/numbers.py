@@ -3,7 +3,7 @@
 A `Number` is the node behind a `torch.SymFloat`, `SymInt` or `SymBool`. Arithmetic on it is written into the graph in the
 order Python does it, so a replay in Python floats is bitwise what eager computes; no algebra is applied. A number whose value
 the host knows before the step (a learning rate) has a hint; deciding on it records a guard. One that comes out of a tensor has
-none, and deciding on it is an error that names the line.
+none: deciding on it asks the tape, which has the value computed and records a guard of the program.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ class NumberTape(Protocol):
 
     def number_op(self, target: Callable[..., Any], args: tuple[Any, ...]) -> fx.Node: ...
     def guard(self, node: fx.Node, value: float | int | bool) -> None: ...
+    def decide(self, node: fx.Node, pytype: type) -> float | int | bool: ...
     def line(self) -> str: ...
 
 
@@ -131,15 +132,10 @@ class Number(SymNode):
         """Its value, as a decision that the program depends on from here."""
         if self.constant is not None:
             return self.constant
-        self.recorded()
-        if self._hint is None:
-            raise CaptureError(
-                "Python needs the value of a tensor to go on (if, while, float(), int(), a size or an index)",
-                where=self.tape.line(),
-                hint="keep the decision in tensors (torch.where, a mask), or take it outside the compiled step",
-            )
         node = self.recorded()
         assert isinstance(node, fx.Node)
+        if self._hint is None:
+            return self.tape.decide(node, self.pytype)
         value: float | int | bool = self._hint
         self.tape.guard(node, value)
         return value
@@ -148,16 +144,17 @@ class Number(SymNode):
         return self.decide()
 
     def guard_int(self, file: Any, line: int) -> int:
-        return int(self.decide())
+        return int(self.sym_int().decide())
 
     def guard_float(self, file: Any, line: int) -> float:
         return float(self.decide())
 
     def guard_bool(self, file: Any, line: int) -> bool:
-        return bool(self.decide())
+        return self.bool_()
 
     def bool_(self) -> bool:
-        return bool(self.decide())
+        """Whether it is true: a guard on that alone, not on its exact value."""
+        return bool(self.decide() if self.pytype is bool else self.apply(operator.truth, bool).decide())
 
     def guard_size_oblivious(self, file: Any, line: int) -> bool:
         return bool(self.decide())

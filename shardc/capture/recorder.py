@@ -22,9 +22,11 @@ from shardc.capture.lines import Frames, Place
 from shardc.capture.lists import is_list_op, loop
 from shardc.capture.numbers import Number, is_symbol, symbol
 from shardc.errors import CaptureError
-from shardc.program import Draw, Info, Phase, TensorType, Types, op_name
+from shardc.program import Draw, Guard, Info, Phase, TensorType, Types, op_name
 
 aten = torch.ops.aten
+Ask = Callable[[fx.Node, int, str], float | int | bool]
+"""(node, number of decisions before, the user's line) -> the node's value in the call being captured."""
 _FIRST_SEED = 0x5EED_0000_0000
 _LIFTS = (aten.lift_fresh_copy.default, aten.lift_fresh.default)
 
@@ -35,17 +37,20 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Args:
         fake_mode: the mode that computes shapes.
         module_names: id of a module -> its path.
+        ask: gives the value of a number that Python decides on, see `decide`.
         device: kind of device that the program will run on.
     """
 
-    def __init__(self, fake_mode: FakeTensorMode, module_names: dict[int, str], device: str = "cpu") -> None:
+    def __init__(self, fake_mode: FakeTensorMode, module_names: dict[int, str], ask: Ask, device: str = "cpu") -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.device = device
         self.fake_mode, self.frames = fake_mode, Frames(module_names)
         self.graph = fx.Graph()
         self.info: dict[fx.Node, Info] = {}
         self.draws: dict[fx.Node, Draw] = {}
-        self.guards: list[tuple[fx.Node, Any]] = []
+        self.guards: list[tuple[fx.Node, Any]] = []  # on numbers that the host knows before the step
+        self.decisions: dict[fx.Node, Guard] = {}  # on values of the step
+        self.ask = ask
         self.constants: dict[str, Tensor] = {}
         self.saw_backward = False
         self._nodes: dict[int, tuple[FakeTensor, fx.Node]] = {}  # the tensor is kept, so that its id stays its own
@@ -105,6 +110,29 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def guard(self, node: fx.Node, value: float | int | bool) -> None:
         self.guards.append((node, value))
 
+    def decide(self, node: fx.Node, pytype: type) -> float | int | bool:
+        """The value of a number of the step, as a decision that the program depends on from here: its guard.
+
+        What follows from numbers that were decided on before is known, and needs no guard of its own.
+        """
+        known: float | int | bool | None = self._known(node)
+        if known is not None:
+            return known
+        line = self.line()
+        value: float | int | bool = pytype(self.ask(node, len(self.decisions), line))
+        self.decisions[node] = Guard(node, value, line, self.frames.text())
+        return value
+
+    def _known(self, node: Any) -> Any:
+        if not isinstance(node, fx.Node):
+            return node
+        if node in self.decisions:
+            return self.decisions[node].expected
+        if isinstance(node.target, torch._ops.OpOverload) or node.op != "call_function" or self.info[node].type is not None:
+            return None
+        args = [self._known(a) for a in node.args]
+        return None if any(a is None for a in args) else node.target(*args)  # type: ignore[operator]
+
     def line(self) -> str:
         return self.frames.place().line
 
@@ -125,6 +153,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         device = kwargs.get("device")
         if device is not None and torch.device(device).type not in ("cpu", "meta"):
             kwargs = {**kwargs, "device": torch.device("cpu")}
+        if func in (aten.equal.default, aten.allclose.default):
+            return self._equal(func, *args, **kwargs)
+        args, kwargs = _decided_sizes(func, args, kwargs)
         inputs: list[fx.Node] = []
 
         def as_node(x: Any) -> Any:
@@ -246,6 +277,14 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.info[node] = Info(None, phase, where.module, where.line)
         return symbol(Number(self, node, pytype, None))
 
+    def _equal(self, func: Any, a: Tensor, b: Tensor, *tolerances: Any, **named: Any) -> bool:
+        """`torch.equal` and `torch.allclose` give a Python bool: a decision."""
+        if func is aten.equal.default and a.shape != b.shape:
+            return False
+        with self:
+            same = aten.eq.Tensor(a, b) if func is aten.equal.default else torch.isclose(a, b, *tolerances, **named)
+            return bool(aten._local_scalar_dense.default(aten.all.default(same)))
+
     def _stranger(self, x: Tensor, func: Any) -> CaptureError:
         what = "parameter" if isinstance(x, torch.nn.Parameter) else "tensor"
         return CaptureError(
@@ -291,6 +330,24 @@ def _hints(x: Any) -> Any:
     if isinstance(x, (list, tuple)):
         return type(x)(_hints(y) for y in x)
     return x
+
+
+def _decided_sizes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments in which sizes and indices (not the schema's Scalars) are plain numbers: what a tensor's shape depends on is
+    decided at capture."""
+    given = [*args, *kwargs.values()]
+    if not any(map(is_symbol, given)) and not any(is_symbol(y) for x in given if isinstance(x, (list, tuple)) for y in x):
+        return args, kwargs
+    sizes = {a.name for a in func._schema.arguments if "int" in str(a.real_type)}
+
+    def plain(x: Any) -> Any:
+        if isinstance(x, (list, tuple)):
+            return type(x)(map(plain, x))
+        return int(x) if is_symbol(x) else x
+
+    names = [a.name for a in func._schema.arguments]
+    new = tuple(plain(x) if name in sizes else x for name, x in zip(names, args, strict=False))
+    return new, {k: plain(v) if k in sizes else v for k, v in kwargs.items()}
 
 
 def _types(out: Any) -> Types:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +16,7 @@ from shardc.capture.captured import Captured
 from shardc.capture.checks import check_storages_and_devices, refusals
 from shardc.capture.compare import Carry, after
 from shardc.capture.effects import Effects
+from shardc.capture.floats import as_float
 from shardc.capture.numbers import Number, is_symbol, symbol
 from shardc.capture.precision import compute_in
 from shardc.capture.recorder import Recorder
@@ -27,6 +28,10 @@ from shardc.capture.world import World, write
 from shardc.errors import CaptureError
 from shardc.program import Program, Slot, SlotKind, TensorType
 
+Decide = Callable[[Program, fx.Node, dict[str, Tensor], str], float | int | bool]
+"""(program so far, a number of it, its constants, the user's line) -> the number's value in the call being captured. The
+program has no exits and results yet; its graph grows from one decision to the next."""
+
 
 def capture(
     fn: Callable[..., Any],
@@ -35,6 +40,8 @@ def capture(
     world: World,
     input_types: dict[str, TensorType] | None = None,
     device: str = "cpu",
+    decide: Decide | None = None,
+    known: Sequence[float | int | bool] = (),
     precision: str | None = None,
 ) -> Captured:
     """Trace one call of the step; nothing of the user's is changed, no tensor is computed or allocated.
@@ -46,6 +53,8 @@ def capture(
         world: `observe(fn, args, kwargs)`. Plain numbers that the step changes (counters) become numbers of it.
         device: kind of device that the program will run on; the trace is the same for all but for autocast.
         input_types: global types of inputs of which the arguments hold a part.
+        decide: gives the value of a number on which Python decides, from the program so far; see `Decide`.
+        known: the first decisions of this call, in order, where they are known: they are not asked for.
         precision: "bf16" computes forward and backward in bfloat16 (see `shardc.capture.precision`).
 
     Raises:
@@ -53,9 +62,10 @@ def capture(
     """
     check_storages_and_devices(world)
     carried: frozenset[str] = frozenset()
+    decided = list(known)
     while True:
         try:
-            trace = Trace(fn, args, kwargs, world, input_types or {}, device, precision)
+            trace = Trace(fn, args, kwargs, world, input_types or {}, device, decide, decided, precision)
             try:
                 found = trace.run()
             finally:
@@ -71,14 +81,22 @@ class Trace:
     """One trace; see `capture`."""
 
     def __init__(
-        self, fn: Callable[..., Any], args: Any, kwargs: Any, world: World, input_types: dict[str, TensorType], device: str,
-        precision: str | None = None,
-    ) -> None:  # fmt: skip
-        self.device, self.precision = device, precision
+        self,
+        fn: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+        world: World,
+        input_types: dict[str, TensorType],
+        device: str,
+        decide: Decide | None,
+        decided: list[float | int | bool],
+        precision: str | None,
+    ) -> None:
+        self.device, self.decide, self.decided, self.precision = device, decide, decided, precision
         self.fn, self.args, self.kwargs, self.world, self.input_types = fn, args, kwargs, world, input_types
         self.fake_mode = FakeTensorMode(allow_non_fake_inputs=False)
         self.module_names: dict[int, str] = {}
-        self.recorder = Recorder(self.fake_mode, self.module_names, device)
+        self.recorder = Recorder(self.fake_mode, self.module_names, self._ask, device)
         self.twin = Twin(self._unknown_tensor, world.outside)
         self.program = Program(self.recorder.graph, self.recorder.info)
         self.versions = self.program.versions
@@ -104,7 +122,7 @@ class Trace:
             self.recorder.seed(0)
             around = (
                 compute_in(self.precision), _torch.compiling(), optimizers(self), schedulers(self), host_random(),
-                _torch.when_printed(self._printed),
+                _torch.when_printed(self._printed), _torch.float_in_lbfgs(as_float),
             )  # fmt: skip
             with contextlib.ExitStack() as stack:
                 for context in around:
@@ -118,6 +136,19 @@ class Trace:
         return Captured(
             self.program, effects, self.recorder.constants, guards=self.recorder.guards, guard_numbers=numbers
         )  # fmt: skip
+
+    def _ask(self, node: fx.Node, before: int, line: str) -> float | int | bool:
+        """The value of a number on which Python decides: known from an earlier trace of this call, or had computed now."""
+        if before == len(self.decided):
+            if self.decide is None:
+                raise CaptureError(
+                    "Python needs the value of a tensor to go on (if, while, float(), int(), a size or an index)", where=line,
+                    hint="keep the decision in tensors (torch.where, a mask), or take it outside the compiled step",
+                )  # fmt: skip
+            inputs = {**self.program.inputs, **self.recorder.const_nodes}
+            so_far = replace(self.program, inputs=inputs, draws=self.recorder.draws)
+            self.decided.append(self.decide(so_far, node, self.recorder.constants, line))
+        return self.decided[before]
 
     def release(self) -> None:
         """Let go of the user's objects and of the twin: hooks on tensors make cycles that the collector does not see."""
@@ -297,6 +328,7 @@ class Trace:
     def _finish(self, effects: Effects) -> None:
         program = self.program
         program.draws.update(self.recorder.draws)
+        program.guards.extend(self.recorder.decisions.values())
         program.inputs.update(self.recorder.const_nodes)
         program.set_output()
         _remove_dead(program, {n for n, _ in self.recorder.guards})

@@ -16,6 +16,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from shardc.capture.floats import NAME, as_float, renamed
 from shardc.capture.lines import is_user_code
 from shardc.capture.names import Resolved
 from shardc.capture.objects import ATOMS, attributes, descends
@@ -141,7 +142,9 @@ class Twin:
 
     def _function(self, fn: types.FunctionType) -> types.FunctionType:
         """A function over copied cells and, where its code names state, over a copy of its globals."""
-        names = self._outside.get(id(fn.__globals__)) if is_user_code(fn.__code__) else None
+        mine = is_user_code(fn.__code__)
+        code = renamed(fn.__code__) if mine and "float" not in fn.__globals__ else fn.__code__
+        names = (self._outside.get(id(fn.__globals__)) if mine else None) or code is not fn.__code__
         if not fn.__closure__ and not names:
             return fn
         closure = tuple(self._cell(c) for c in fn.__closure__ or ())
@@ -149,7 +152,7 @@ class Twin:
         if same and not names:
             return self._remember(fn, fn)  # type: ignore[no-any-return]
         scope, missing = self._scope(fn.__globals__) if names else (fn.__globals__, [])
-        twin = types.FunctionType(fn.__code__, scope, fn.__name__, fn.__defaults__, closure or None)
+        twin = types.FunctionType(code, scope, fn.__name__, fn.__defaults__, closure or None)
         self._remember(fn, twin)
         twin.__kwdefaults__ = fn.__kwdefaults__
         twin.__dict__.update(fn.__dict__)
@@ -163,9 +166,9 @@ class Twin:
         known = self._globals.get(id(real))
         if known is not None:
             return known[0], []
-        scope = dict(real)
-        self._globals[id(real)] = (scope, dict(real))
-        return scope, self._outside[id(real)]
+        scope = {**real, NAME: as_float}
+        self._globals[id(real)] = (scope, dict(scope))
+        return scope, self._outside.get(id(real), [])
 
     def namespace(self, holder: Any) -> Any:
         """The twin of a closure cell or of a dict of globals (the original where it was not copied)."""

@@ -240,13 +240,9 @@ class _Walk:
             return
         if t.layout is not torch.strided:
             raise CaptureError(f"{path} is a tensor of layout {t.layout}", where=path, hint="pass dense tensors")
-        if t.requires_grad and not t.is_leaf:
-            whence = (
-                "keeps the autograd graph of the step alive"
-                if self.twin
-                else "carries an autograd graph from outside of the step"
-            )
-            raise CaptureError(f"{path} {whence}", where=path, hint="detach it")
+        if t.requires_grad and not t.is_leaf and not self.twin:  # in the twin it is kept without its graph
+            raise CaptureError(f"{path} carries an autograd graph from outside of the step", where=path, hint="detach it")
+        trainable = t.requires_grad and t.is_leaf
         is_input = data and not t.requires_grad
         grad = t.grad if t.is_leaf and t.requires_grad else None
         world.signature[path] = (
@@ -255,7 +251,7 @@ class _Walk:
             t.dtype,
             tuple(t.stride()),
             grad is not None,
-            t.requires_grad,
+            trainable,
             is_input,
         )
         world.tensors[id(t)] = path
@@ -265,8 +261,8 @@ class _Walk:
             return
         if isinstance(t, nn.Parameter):
             kind = SlotKind.PARAMETER
-        world.slots[path] = SlotRef(path, kind, "", (), t.requires_grad, [(holder, key)])
-        if t.requires_grad or grad is not None:
+        world.slots[path] = SlotRef(path, kind, "", (), trainable, [(holder, key)])
+        if trainable or grad is not None:
             self.parameters.append((path, t))
 
     def optimizer(self, path: str, optimizer: Optimizer) -> None:
@@ -305,6 +301,7 @@ class _Walk:
                     f"{path}.state holds an entry for a tensor of shape {tuple(p.shape)} in none of its groups", where=path
                 )
             base, of = f"{path}.state[{index[id(p)]}]", world.tensors[id(p)]
+            self.named(base, state)
             signature[base] = ("state", len(state))
             for name, value in state.items():
                 where = f"{base}.{name}"

@@ -66,7 +66,7 @@ def is_random(node: fx.Node) -> bool:
 
 def kept(program: Program) -> set[fx.Node]:
     """Nodes whose value leaves the program."""
-    return {*program.exit.values(), *program.results, *program.number_exit.values()}
+    return {*program.exit.values(), *program.results, *program.number_exit.values(), *(g.node for g in program.guards)}
 
 
 def without_dead(program: Program) -> Program:

@@ -63,7 +63,7 @@ class _Normalization(Rewriter):
             elif node.target in self.table and not self.has_numbers(node):
                 args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: self.env[n])
                 self.env[node] = self.inline(node.target, args, kwargs, self.old.info[node])  # type: ignore[arg-type]
-            elif is_getitem(node) and isinstance(self.env[node.args[0]], tuple):  # type: ignore[index]
+            elif is_getitem(node) and isinstance(self.env[node.args[0]], (tuple, list)):  # type: ignore[index]
                 self.env[node] = self.env[node.args[0]][node.args[1]]  # type: ignore[index]
             else:
                 self.copy(node)

@@ -4,10 +4,15 @@ Before: a local program in the order of the trace. After: the same nodes in an o
 backward, but updates each slot as soon as its last input is final (so that its gradient can die), and makes what only an update
 needs just before it. An update that may overwrite its slot in place comes after all reads of the old value.
 
+Guards are barriers: what they depend on comes first, and no update that they do not depend on before the last of them, since
+state may only be overwritten once all hold. Random draws keep their order.
+
 Example: ``dw1; dw2; w1' = sgd(w1, dw1); w2' = sgd(w2, dw2)`` becomes ``dw1; w1' = ...; dw2; w2' = ...``.
 """
 
 from __future__ import annotations
+
+import math
 
 from torch import fx
 
@@ -20,9 +25,12 @@ def schedule(program: Program) -> Program:
     nodes = [n for n in program.nodes if n.op != "output"]
     place = {n: k for k, n in enumerate(nodes)}
     deps = {n: list(n.all_input_nodes) for n in nodes}
+    asked = _asked(program, deps)
     for node, readers in _overwrites(program).items():
-        deps[node] += [r for r in readers if place[r] < place[node]]
+        if node not in asked:  # those are not in place
+            deps[node] += [r for r in readers if place[r] < place[node]]
     late = {n for n in nodes if n.op == "call_function" and program.info[n].phase == Phase.UPDATE and n not in program.draws}
+    late -= asked
     ready: dict[fx.Node, int] = {}  # update node -> position of the last forward or backward node that it waits for
     for n in nodes:
         _ready(n, deps, late, place, ready)
@@ -46,6 +54,9 @@ def schedule(program: Program) -> Program:
     for n in nodes:
         if n.op == "placeholder":
             order[n] = None
+    for n in nodes:
+        if n in asked and n not in order:
+            emit(n)
     for n in due.get(-1, ()):
         emit(n)
     for n in nodes:
@@ -61,7 +72,43 @@ def schedule(program: Program) -> Program:
     build = Rewriter(program)
     for n in order:
         build.copy(n)
-    return build.finish()
+    return build.finish(notes=[*program.notes, *_doubled(program, asked)])
+
+
+def _asked(program: Program, deps: dict[fx.Node, list[fx.Node]]) -> set[fx.Node]:
+    """The guards' numbers and all that they depend on, with the draws before them."""
+    out: set[fx.Node] = set()
+    if not program.guards:
+        return out
+    draws = sorted(program.draws, key=lambda n: program.draws[n].index)
+    for before, draw in zip(draws, draws[1:], strict=False):
+        deps[draw].append(before)
+    todo = [g.node for g in program.guards]
+    while todo:
+        node = todo.pop()
+        if node not in out:
+            out.add(node)
+            todo.extend(deps[node])
+    return {n for n in out if n.op == "call_function"}
+
+
+def _doubled(program: Program, asked: set[fx.Node]) -> list[str]:
+    """What it costs that guards depend on new values of state: old and new are both alive until the last guard."""
+    updates = [n for n in program.nodes if n in asked and f"{n.target}" in INPLACE]
+    if not updates:
+        return []
+    assert program.mesh is not None
+    first = (0,) * len(program.mesh.axes)
+    total = 0
+    for node in updates:
+        info = program.info[node]
+        kinds = info.type if isinstance(info.type, tuple) else (info.type,)
+        specs = info.spec if isinstance(info.spec, tuple) else (info.spec,)
+        for kind, spec in zip(kinds, specs, strict=True):
+            if kind is not None and spec is not None:
+                total += math.prod(spec.local_shape(program.mesh, first)) * kind.dtype.itemsize
+    last = program.guards[-1].line
+    return [f"double-buffered: {len(updates)} updates, {total:,} bytes a rank: guards up to {last} depend on new values"]
 
 
 def _waits(node: fx.Node) -> bool:

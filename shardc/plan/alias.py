@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from shardc.instructions import Collective, Compute, Input, Instruction, Out, Read, Ref, Reg, Return, Write
+from shardc.instructions import Collective, Compute, Guard, Input, Instruction, Out, Read, Ref, Reg, Return, Write
 
 _VIEWS_BY_KERNEL = {"aten._unsafe_view.default"}
 """Operators whose schema does not say that the result is a view."""
@@ -35,6 +35,8 @@ def uses(instruction: Instruction) -> list[Reg]:
         return [*refs(instruction.args), *(r for _, v in instruction.kwargs for r in refs(v))]
     if isinstance(instruction, (Collective, Write)):
         return [instruction.src]
+    if isinstance(instruction, Guard):
+        return [instruction.reg]
     if isinstance(instruction, Return):
         return [*instruction.results, *(r for _, r in instruction.numbers)]
     return []

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from shardc.errors import PlanError
-from shardc.instructions import Compute, Delete, Input, Instruction, Out, Read, Ref, Reg, Return, Write
+from shardc.instructions import Compute, Delete, Guard, Input, Instruction, Out, Read, Ref, Reg, Return, Write
 from shardc.plan.alias import Aliases, last_uses, outs, uses
 from shardc.plan.lower import Lowered, lower
 from shardc.program import Program, TensorType
@@ -52,6 +52,7 @@ class _Builder:
 
     def run(self) -> tuple[Instruction, ...]:
         self._check_exits()
+        self._guards()
         self._own_results()
         self._in_place()
         self._own_results()  # a result may by now lie in a slot's storage
@@ -142,6 +143,34 @@ class _Builder:
         self.names.add(name)
         return name
 
+    # -- guards ------------------------------------------------------------------------------------------------------
+
+    def _guards(self) -> None:
+        """Insert each guard as soon as its number is there, but not before the guards that Python asked for first."""
+        made = {o.reg: k for k, i in enumerate(self.code) for o in outs(i)}
+        after: dict[int, list[Instruction]] = {}
+        at = -1
+        for index, g in enumerate(self.program.guards):
+            reg = self.low.reg[g.node]
+            maker = self.maker[reg]
+            at = max(at, made[reg])
+            after.setdefault(at, []).append(
+                Guard(
+                    name=self._name(f"guard_{g.node.name}"), phase=maker.phase, module=maker.module, line=g.line or maker.line,
+                    reg=reg, expected=g.expected, index=index, text=g.text,
+                )
+            )  # fmt: skip
+        if after:
+            first = next((k for k, i in enumerate(self.code) if not isinstance(i, (Read, Input))), len(self.code)) - 1
+            early = [g for k in sorted(after) if k < first for g in after.pop(k)]  # placeholders come first
+            if early:
+                after[first] = [*early, *after.get(first, [])]
+            self.code = [x for k, i in enumerate(self.code) for x in (i, *after.get(k, ()))]
+
+    def _barrier(self) -> int:
+        """Position of the last guard: state may be overwritten after it only. -1 without guards."""
+        return max((k for k, i in enumerate(self.code) if isinstance(i, Guard)), default=-1)
+
     # -- in place ----------------------------------------------------------------------------------------------------
 
     def _in_place(self) -> None:
@@ -161,6 +190,7 @@ class _Builder:
             until[root] = max(until.get(root, -1), last[reg])
         root_of = dict(self.aliases.root)
         whole = set(self.aliases.same)
+        barrier = self._barrier()
         code: list[Instruction] = []
         for k, i in enumerate(self.code):
             pairs = self.forms.get(i.op) if isinstance(i, Compute) else None
@@ -175,6 +205,7 @@ class _Builder:
                 reg = i.args[a].reg
                 root = root_of[reg]
                 free = reg in whole and until[root] <= k and roots.count(root) == 1 and root not in self.aliases.input
+                free = free and (k > barrier or root not in self.aliases.slot)
                 if free:
                     taken = i.outs[result]
                     assert taken is not None
@@ -223,9 +254,10 @@ class _Builder:
             if (owner := self.aliases.slot.get(root)) is not None:
                 reads[owner] = max(reads.get(owner, -1), last[reg])
         at: dict[str, int] = {}
+        barrier = self._barrier()
         for path in order:
             before = [at[other] for other in readers.get(path, ()) if other in at]
-            at[path] = max([made[real[path]], reads.get(path, -1), *before])
+            at[path] = max([made[real[path]], reads.get(path, -1), barrier, *before])
         at |= {path: made[reg] for path, reg in done.items()}
         after: dict[int, list[Instruction]] = {}
         for path in [*done, *order]:

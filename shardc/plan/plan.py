@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from shardc.errors import PlanError
-from shardc.instructions import Input, Instruction, Reg, Return
+from shardc.instructions import Guard, Input, Instruction, Reg, Return
 from shardc.mesh import Mesh
 from shardc.ops import INPLACE
 from shardc.plan import printing
@@ -26,7 +26,7 @@ from shardc.plan.roles import Roles
 from shardc.plan.serialize import FORMAT, Decoder, Encoder, decode_mesh, digest, encode_mesh, plain
 from shardc.plan.timing import Time, predict
 from shardc.plan.uneven import Uneven, find_uneven
-from shardc.program import Program, Slot, TensorType
+from shardc.program import Program, Slot, TensorType, alike
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,6 +116,11 @@ class Plan:
             r.count for r in self.communication if r.group == "parameters" and r.phase == "backward" and r.kind == "all_gather"
         )
 
+    @cached_property
+    def guards(self) -> tuple[Guard, ...]:
+        """The decisions on values that this plan is right for, in order."""
+        return tuple(i for i in self.instructions if isinstance(i, Guard))
+
     # -- identity ----------------------------------------------------------------------------------------------------
 
     @cached_property
@@ -127,6 +132,7 @@ class Plan:
         for i in code:
             i.pop("line", None)
             i.pop("module", None)
+            i.pop("text", None)
         slots = [{k: v for k, v in encode.slot(s).items() if k != "aliases"} for s in self.slots.values()]
         inputs = [[path, encode.type(t)] for path, t in self.inputs.items()]
         return digest([FORMAT, [[n, s] for n, s in self.mesh.axes.items()], slots, list(self.entry), inputs, code])
@@ -277,6 +283,9 @@ class Plan:
                 only = sorted(names ^ theirs[what])
                 side = "plan" if only[0] in names else "program"
                 return f"{what}: {only[0]} is in the {side} only ({len(only)} such)"
+        decided = [i.expected for i in self.guards]
+        if len(decided) != len(program.guards) or not all(map(alike, decided, (g.expected for g in program.guards))):
+            return f"guards: {decided}, the program has {[g.expected for g in program.guards]}"
         end = self.instructions[-1]
         assert isinstance(end, Return), "a plan ends with a Return"
         counts = (len(end.results), [path for path, _ in end.numbers])

@@ -128,6 +128,7 @@ def notes(plan: Plan) -> list[str]:
             f"gradients stay after the step: {len(grads)} tensors, {size(total)}; zero_grad() at the end would free them"
         )
     lines += plan.notes
+    lines += [f"{g} is {g.expected!r}" for g in plan.guards]
     return ["", *[("notes    " if k == 0 else " " * 9) + line for k, line in enumerate(dict.fromkeys(lines))]]
 
 

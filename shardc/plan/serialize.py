@@ -17,6 +17,7 @@ from shardc.instructions import (
     Collective,
     Compute,
     Delete,
+    Guard,
     Input,
     Instruction,
     Local,
@@ -35,7 +36,9 @@ from shardc.spec import ShardSpec
 FORMAT = 1
 """Version of the JSON layout; a plan of another version is refused."""
 
-INSTRUCTIONS: dict[str, type[Instruction]] = {c.__name__: c for c in (Read, Input, Compute, Collective, Write, Delete, Return)}
+INSTRUCTIONS: dict[str, type[Instruction]] = {
+    c.__name__: c for c in (Read, Input, Compute, Collective, Guard, Write, Delete, Return)
+}
 
 
 class Encoder:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardc.rules import decompose_losses, decompose_norms
+from shardc.rules import decompose_losses, decompose_norms, decompose_scaler
 from shardc.rules.arithmetic import aten, cast, constant, total, view, wide
 from shardc.rules.call import overload
 
@@ -201,6 +201,7 @@ ALWAYS: dict[str, Decomposition] = {
     "aten.new_empty_strided.default": new_strided,
     **decompose_losses.TABLE,
     **decompose_norms.TABLE,
+    **decompose_scaler.TABLE,
 }
 WHEN_SPLIT: dict[str, Decomposition] = {"aten.addmm.default": addmm, "aten.baddbmm.default": baddbmm}
 

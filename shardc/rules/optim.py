@@ -1,4 +1,5 @@
-"""Updates of torch.optim as one operator: everything that has the parameter's shape is split alike, the rest is whole."""
+"""Updates of torch.optim, and of the loss scale, as one operator: everything that has the parameter's shape is split alike, the
+rest is whole."""
 
 from __future__ import annotations
 
@@ -24,4 +25,7 @@ def update(call: Call) -> Rule:
     return draft.rule([factors(t.shape) for t in call.operands], results)
 
 
-TABLE: dict[str, Builder] = {f"shardc.{name}.default": update for name in NAMES.split()}
+TABLE: dict[str, Builder] = {
+    **{f"shardc.{name}.default": update for name in NAMES.split()},
+    "aten._amp_update_scale.default": update,  # all of it is single numbers
+}

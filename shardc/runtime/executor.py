@@ -21,8 +21,9 @@ from torch import Tensor
 
 from shardc import _torch
 from shardc.errors import InputError, RuntimeFailure, ShardcError, StateError
-from shardc.instructions import Collective, Compute, Delete, Input, Instruction, Out, Read, Ref, Return, Write
+from shardc.instructions import Collective, Compute, Delete, Guard, Input, Instruction, Out, Read, Ref, Return, Write
 from shardc.mesh import Coord, Mesh
+from shardc.program import alike
 from shardc.runtime import kernels
 from shardc.runtime.accounting import MemoryProfile, Stats
 from shardc.runtime.comm import Move, Request, Wait
@@ -51,6 +52,7 @@ class Outcome:
         deleted: slots that are absent after the step.
         numbers: the numbers that the step changed.
         stats: what it cost; seconds are filled in by the driver.
+        failed: the guard that did not hold, and the value that it found: the run ended there and wrote nothing.
     """
 
     results: list[Any]
@@ -58,6 +60,7 @@ class Outcome:
     deleted: tuple[str, ...]
     numbers: dict[str, Any]
     stats: Stats
+    failed: tuple[Guard, Any] | None = None
 
 
 class Executor:
@@ -97,7 +100,7 @@ class Executor:
         self.moves: dict[Any, Move] = {}
         self.comm_bytes = self.collectives = 0
         self.constants: dict[str, Any] = {
-            "write": _write, "apart": _apart, "filled": _filled, "Wait": Wait,
+            "check": _check, "write": _write, "apart": _apart, "filled": _filled, "Wait": Wait,
             "mesh": mesh, "coord": self.coord, "device": self.device,
         }  # fmt: skip
         self.names: dict[int, str] = {}
@@ -115,7 +118,7 @@ class Executor:
     # -- running ---------------------------------------------------------------------------------------------------
 
     def run(
-        self, slots: Mapping[str, Tensor], inputs: Mapping[str, Any], stream: Stream | None = None
+        self, slots: Mapping[str, Tensor], inputs: Mapping[str, Any], stream: Stream | None = None, trusted: int = 0
     ) -> Generator[Request, Any, Outcome]:
         """Execute; yields requests and returns the `Outcome`. To be driven without gradients (`execution`).
 
@@ -123,6 +126,7 @@ class Executor:
             slots: the state that exists, this rank's parts in their storage specs; written in place.
             inputs: this rank's parts of the tensor arguments, and the numbers.
             stream: random numbers; needed where the step draws.
+            trusted: number of the first guards that are known to hold in this call, and are not asked again.
 
         Raises:
             StateError, InputError: a slot or an input is missing.
@@ -147,8 +151,13 @@ class Executor:
         error: Exception
         done = False
         try:
-            results, numbers = yield from function(slots, inputs, stream, written, touched, measure)
+            results, numbers = yield from function(slots, inputs, stream, written, touched, measure, trusted)
             done = True
+        except _Differs as differs:
+            done = True
+            traceback.clear_frames(differs.__traceback__)
+            self.measured = function if measured else self.measured  # the measured run is still to come
+            return Outcome([], {}, (), {}, stats, (differs.guard, differs.value))
         except ShardcError as failure:
             traceback.clear_frames(failure.__traceback__)  # frames hold registers, and with them memory
             raise
@@ -186,7 +195,7 @@ class Executor:
     # -- the generated function --------------------------------------------------------------------------------------
 
     def _compile(self, measured: bool) -> Callable[..., Any]:
-        head = "def run(slots, inputs, stream, written, touched, measure):"
+        head = "def run(slots, inputs, stream, written, touched, measure, trusted):"
         self.comm_bytes = self.collectives = 0
         body = [" " + self._line(k, i, measured) for k, i in enumerate(self.instructions)]
         tail = " yield"  # makes it a generator also where nothing is sent; never reached
@@ -233,6 +242,9 @@ class Executor:
             parts += [f"measure.moved({r}, r{r})" for r in held] if measured else []
             parts += [f"write(slots, written, {i.slot!r}, r{i.src}, {self.liveness.taken[k]})"]
             count = f"measure.wrote({k}, written)"
+        elif isinstance(i, Guard):
+            meta = self.device.type == "meta"  # a dry run knows no values
+            parts = ["pass" if meta else f"check({self._const(i)}, r{i.reg}, trusted)"]
         elif isinstance(i, Delete):
             parts = ["pass"]
         elif isinstance(i, Return):
@@ -366,6 +378,19 @@ def _filled(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, va
     if value is None:
         return torch.empty(shape, dtype=dtype, device=device)
     return torch.full(shape, value, dtype=dtype, device=device)
+
+
+class _Differs(Exception):
+    """A guard does not hold."""
+
+    def __init__(self, guard: Guard, value: Any) -> None:
+        super().__init__(guard.name)
+        self.guard, self.value = guard, value
+
+
+def _check(guard: Guard, value: Any, trusted: int) -> None:
+    if guard.index >= trusted and not alike(value, guard.expected):
+        raise _Differs(guard, value)
 
 
 def _apart(storage: Tensor, value: Tensor, other: Tensor) -> Tensor:

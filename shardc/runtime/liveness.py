@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 
-from shardc.instructions import Collective, Compute, Input, Instruction, Out, Read, Reg, Return, Write
+from shardc.instructions import Collective, Compute, Guard, Input, Instruction, Out, Read, Reg, Return, Write
 from shardc.mesh import Mesh
 from shardc.runtime import kernels
 
@@ -26,6 +26,8 @@ def uses_of(i: Instruction) -> list[Reg]:
         return kernels.operands(i)
     if isinstance(i, (Collective, Write)):
         return [i.src]
+    if isinstance(i, Guard):
+        return [i.reg]
     if isinstance(i, Return):
         return [*i.results, *(reg for _, reg in i.numbers)]
     return []

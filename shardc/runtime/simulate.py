@@ -135,11 +135,13 @@ def simulate(
     slots: Sequence[Mapping[str, Tensor]],
     inputs: Sequence[Mapping[str, Any]],
     streams: Sequence[Stream | None] | None = None,
+    trusted: int = 0,
 ) -> list[Outcome]:
     """Run all ranks of a mesh in this process, one after another from collective to collective.
 
     Args:
         executors, slots, inputs, streams: one for each rank, in rank order.
+        trusted: see `Executor.run`.
 
     Returns:
         The outcome of each rank.
@@ -153,7 +155,7 @@ def simulate(
     comm = SimulatedCommunicator(mesh)
     streams = streams or [None] * len(executors)
     runs: list[Generator[Request, Any, Outcome] | None] = [
-        e.run(s, i, r) for e, s, i, r in zip(executors, slots, inputs, streams, strict=True)
+        e.run(s, i, r, trusted) for e, s, i, r in zip(executors, slots, inputs, streams, strict=True)
     ]
     waits: list[Meeting | None] = [None] * len(runs)
     outcomes: list[Outcome | None] = [None] * len(runs)

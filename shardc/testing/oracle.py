@@ -19,6 +19,9 @@ from shardc.testing.snapshot import Snapshot, flatten, snapshot
 NUDGED = 3
 """Runs from nudged parameters and inputs that a comparison may ask for."""
 
+SHUFFLED = 4
+"""Runs with rows in random order that it may ask for in the end."""
+
 MakeState = Callable[[], tuple[Any, ...]]
 Batch = Any
 """A tuple of positional arguments, a dict of keyword arguments, or one argument."""
@@ -58,6 +61,7 @@ class Oracle:
         self._plain: Run | None = None
         self._second: Run | None = None
         self._nudged: list[Run] = []
+        self._shuffled: list[Run] = []
 
     @property
     def plain(self) -> Run:
@@ -98,6 +102,10 @@ class Oracle:
         yield self.second
         for k in range(NUDGED):
             yield self.nudged(k)
+        for k in range(SHUFFLED if self.second is not self.nudged(0) else 0):  # a narrow type may show few orders of a sum
+            if len(self._shuffled) == k:
+                self._shuffled.append(self.run(self.fn, batch=functools.partial(shuffle_rows, seed=k)))
+            yield self._shuffled[k]
 
     def state(self) -> tuple[Any, ...]:
         """The leading arguments, fresh, in the oracle's dtype."""
@@ -184,6 +192,13 @@ def reverse_rows(tree: Any) -> Any:
     """All tensors of the batch's size, last row first."""
     rows = rows_of(tree)
     return pytree.tree_map(lambda x: x.flip(0) if isinstance(x, Tensor) and x.dim() and x.shape[0] == rows else x, tree)
+
+
+def shuffle_rows(tree: Any, seed: int) -> Any:
+    """All tensors of the batch's size, rows in a random order."""
+    rows = rows_of(tree)
+    order = torch.randperm(rows, generator=torch.Generator().manual_seed(seed))
+    return pytree.tree_map(lambda x: x[order] if isinstance(x, Tensor) and x.dim() and x.shape[0] == rows else x, tree)
 
 
 def nudge(state: Any, generator: torch.Generator) -> None:
