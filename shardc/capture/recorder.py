@@ -282,7 +282,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func is aten.equal.default and a.shape != b.shape:
             return False
         with self:
-            same = aten.eq.Tensor(a, b) if func is aten.equal.default else torch.isclose(a, b, *tolerances, **named)
+            same = aten.eq.Tensor(a, b) if func is aten.equal.default else _close(a, b, *tolerances, **named)
             return bool(aten._local_scalar_dense.default(aten.all.default(same)))
 
     def _stranger(self, x: Tensor, func: Any) -> CaptureError:
@@ -320,6 +320,18 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not torch.is_grad_enabled():
             return Phase.UPDATE
         return Phase.UPDATE if any(self.info[n].phase is not Phase.FORWARD for n in inputs) else Phase.FORWARD
+
+
+def _close(a: Tensor, b: Tensor, rtol: float = 1e-5, atol: float = 1e-8, equal_nan: bool = False) -> Tensor:
+    """`torch.isclose`, whose own form works in place."""
+    gap = aten.abs.default(aten.sub.Tensor(a, b))
+    allowed = aten.add.Scalar(aten.mul.Scalar(aten.abs.default(b), rtol), atol)
+    near = aten.logical_and.default(aten.le.Tensor(gap, allowed), aten.ne.Scalar(gap, float("inf")))
+    same = aten.logical_or.default(aten.eq.Tensor(a, b), near)
+    if not equal_nan:
+        return same  # type: ignore[no-any-return]
+    both = aten.logical_and.default(aten.ne.Tensor(a, a), aten.ne.Tensor(b, b))
+    return aten.logical_or.default(same, both)  # type: ignore[no-any-return]
 
 
 def _hints(x: Any) -> Any:
