@@ -308,3 +308,14 @@ def without_mkldnn() -> Iterator[None]:
         yield
     finally:
         torch._C._set_mkldnn_enabled(before)
+
+
+def operator_database() -> list[Any]:
+    """torch's own samples of its operators: entries with `name`, `variant_test_name`, `op`, `sample_inputs`, `dtypes`.
+
+    Raises:
+        ImportError: torch's test requirements (expecttest) are not installed.
+    """
+    from torch.testing._internal.common_methods_invocations import op_db  # type: ignore[attr-defined]
+
+    return list(op_db)

@@ -26,11 +26,12 @@ from shardc.rules import (
 from shardc.rules import prove as by_prove
 from shardc.rules.call import overload
 from shardc.rules.layouts import differs
-from shardc.rules.proof import Violation, missing, prove, rule_of
+from shardc.rules.proof import Violation, prove, rule_of
 from shardc.rules.registry import BUILT_IN, TABLES, parse_rule
 from shardc.rules.rule import WHOLE
 from shardc.rules.sample import Sample, index, ints
 from shardc.rules.samples import is_random, samples
+from shardc.rules.truth import missing
 from shardc.spec import ShardSpec
 
 aten: Any = torch.ops.aten

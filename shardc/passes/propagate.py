@@ -94,7 +94,7 @@ class _Propagation(Rewriter):
             ready.append(self.move(value, spec.with_partial(stays), node, f"{op_name(node.target)} needs it so"))
         feed = iter(ready)
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: next(feed) if self.old.is_tensor(n) else self.env[n])
-        result = result_specs(rule, split, partial, self.mesh)
+        result = result_specs(rule, split, {(a, out) for (a, _), out in partial.items()}, self.mesh)
         made: Specs = result[0] if isinstance(info.type, TensorType) else tuple(result)
         new = self.call(node.target, args, kwargs, info.but(spec=made, why=reasons or "operands are whole"), node.name)  # type: ignore[arg-type]
         self.env[node] = new
@@ -168,17 +168,17 @@ class _Propagation(Rewriter):
 
     # -- partial values ----------------------------------------------------------------------------------------------
 
-    def partials(self, node: fx.Node, rule: Rule, values: Sequence[fx.Node]) -> set[tuple[str, str]]:
-        """The pending reductions that may pass through `node` unreduced."""
-        out = set()
+    def partials(self, node: fx.Node, rule: Rule, values: Sequence[fx.Node]) -> dict[tuple[str, str], str]:
+        """The pending reductions that may pass through `node` unreduced, and what they are after it."""
+        out: dict[tuple[str, str], str] = {}
         specs = [self.spec(v) for v in values]
         olds = operands(self.old, node)
         for axis, op in {p for s in specs for p in s.partial}:
             held = frozenset(k for k, s in enumerate(specs) if s.reduction(axis) == op)
-            legal = (op == "sum" and held in rule.linear) or (rule.any_partial and held == {0})
+            after = rule.through(held, op)
             clash = any(axis in s.axes or s.reduction(axis) not in (None, op) for s in specs)
-            if legal and not clash and self._may_wait(node, [olds[k] for k in held]):
-                out.add((axis, op))
+            if after is not None and not clash and self._may_wait(node, [olds[k] for k in held]):
+                out[axis, op] = after
         return out
 
     def _may_wait(self, node: fx.Node, held: Sequence[fx.Node]) -> bool:

@@ -176,6 +176,7 @@ class Draft:
         linear: Sequence[frozenset[int]] = (),
         any_partial: bool = False,
         sized: Mapping[int | str, Sized] | None = None,
+        orders: Sequence[tuple[frozenset[int], str, str]] = (),
     ) -> Rule:
         left = tuple(map(tuple, operands))
         right = tuple(None if r is None else tuple(r) for r in results)
@@ -188,7 +189,18 @@ class Draft:
             tuple(s for s in linear if holds(self.call, s)),
             any_partial,
             sized or {},
+            tuple(o for o in orders if all(k < len(self.call.operands) for k in o[0])),
         )
+
+
+def rising(*operands: int) -> tuple[tuple[frozenset[int], str, str], ...]:
+    """`Rule.orders` of an elementwise operator that rises in each of these operands."""
+    return tuple((frozenset({k}), kind, kind) for k in operands for kind in ("max", "min"))
+
+
+def falling(*operands: int) -> tuple[tuple[frozenset[int], str, str], ...]:
+    """The same of one that falls: the maximum of the operand gives the minimum of the result."""
+    return tuple((frozenset({k}), a, b) for k in operands for a, b in (("max", "min"), ("min", "max")))
 
 
 def sets(text: str) -> tuple[frozenset[int], ...]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from shardc.rules.call import Builder, Call, Draft, sets
+from shardc.rules.call import Builder, Call, Draft, falling, rising, sets
 from shardc.rules.rule import Rule
 
 LINEAR: dict[str, str] = {
@@ -71,6 +71,34 @@ NONLINEAR = """
 """Nonlinear ones, and the random ones that take their shape from an operand (the draw itself is the runtime's)."""
 
 
+RISING = """
+    relu.default exp.default exp2.default expm1.default log.default log2.default log10.default log1p.default sqrt.default
+    tanh.default sigmoid.default softplus.default elu.default hardtanh.default hardsigmoid.default erf.default erfinv.default
+    sign.default sgn.default floor.default ceil.default round.default round.decimals trunc.default clamp.default
+    clamp_min.default clamp_max.default asin.default atan.default sinh.default asinh.default acosh.default atanh.default
+    logit.default celu.default nan_to_num.default softshrink.default hardshrink.default threshold.default add.Scalar sub.Scalar
+    special_ndtri.default special_log_ndtr.default _to_copy.default positive.default relu6.default deg2rad.default rad2deg.default
+    leaky_relu.default log_sigmoid_forward.default
+"""
+"""What rises in its operand: a pending maximum of the operand is one of the result, and so is a minimum."""
+FALLING = "neg.default acos.default erfc.default rsub.Scalar"
+
+
+def _orders(name: str, count: int, scalar: object = None) -> tuple[tuple[frozenset[int], str, str], ...]:
+    """In which operands an elementwise operator rises or falls, and of which it takes the maximum or minimum."""
+    if name in ("maximum.default", "minimum.default", "fmax.default", "fmin.default", "clamp_min.Tensor", "clamp_max.Tensor"):
+        kind = "max" if name.startswith(("max", "fmax", "clamp_min")) else "min"
+        return (*rising(0, 1), (frozenset({0, 1}), kind, kind))
+    special = {"add.Tensor": rising(0, 1), "sub.Tensor": (*rising(0), *falling(1)), "rsub.Tensor": (*falling(0), *rising(1))}
+    special |= {"addcmul.default": rising(0), "addcdiv.default": rising(0)}
+    special |= {"clamp.Tensor": rising(*range(count)), "where.self": ((frozenset({1, 2}), "max", "max"), (frozenset({1, 2}), "min", "min"))}
+    if name in ("mul.Scalar", "div.Scalar", "mul.Tensor", "div.Tensor") and count == 1 and isinstance(scalar, (int, float)):
+        return rising(0) if scalar > 0 else falling(0) if scalar < 0 else ()
+    if name in special:
+        return special[name]
+    return rising(0) if name in RISING.split() else falling(0) if name in FALLING.split() else ()
+
+
 def pointwise(linear: str = "") -> Builder:
     """All operands broadcast to the shape of the results."""
     positions = sets(linear)
@@ -84,7 +112,9 @@ def pointwise(linear: str = "") -> Builder:
             if r is not None and r.shape != shape and r.numel:
                 raise call.refuse(f"results of shapes {list(shape)} and {list(r.shape)} are not elementwise")
         results = [None if r is None else dims if r.shape == shape else draft.fresh(r.shape) for r in call.results]
-        return draft.rule(operands, results, positions)
+        floating = all(r is None or r.dtype.is_floating_point for r in call.results)
+        orders = _orders(call.name.removeprefix("aten."), len(operands), call["other"] if "other" in call else None) if floating else ()
+        return draft.rule(operands, results, positions, orders=orders)
 
     return build
 
