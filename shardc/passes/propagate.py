@@ -16,15 +16,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import fx
 
 from shardc.options import Options
 from shardc.passes.factors import choose, required, result_specs, rule_of
 from shardc.passes.graphs import Rewriter, is_cast, is_getitem, is_op, kept, operands, reshard
+from shardc.passes.inline import Tracer
 from shardc.passes.sink import sink
+from shardc.passes.split import aligned, made_split, wanted_result, write_out
 from shardc.program import Phase, Program, SlotKind, Specs, TensorType, op_name
+from shardc.rules import split_forms
 from shardc.rules.rule import Rule
-from shardc.spec import ShardSpec
+from shardc.spec import ShardSpec, dim_axes
+
+ALIAS = torch.ops.aten.alias.default
+ROWS_WHOLE = torch.ops.aten.embedding_dense_backward.default
+ROWS = torch.ops.shardc.embedding_backward_part.default
 
 
 def propagate(program: Program, options: Options) -> Program:
@@ -33,8 +41,10 @@ def propagate(program: Program, options: Options) -> Program:
 
 class _Propagation(Rewriter):
     def __init__(self, program: Program, batch: tuple[str, ...]) -> None:
-        super().__init__(program)
+        super().__init__(program.copy())  # operators that are written out are replaced in it
+        program = self.old
         self.batch = batch
+        self.forms, self.result_forms = Tracer(split_forms()), Tracer({ROWS_WHOLE: split_forms(of_result=True)[ROWS_WHOLE]})
         assert program.mesh is not None
         self.mesh = program.mesh
         self.kept = kept(program)
@@ -46,20 +56,26 @@ class _Propagation(Rewriter):
         for node in self.old.nodes:
             if node.op == "output":
                 break
-            if node.op == "placeholder":
-                self.copy(node)
-            elif is_getitem(node):
-                self.getitem(node)
-            elif is_op(node):
-                self.operator(node)
-            else:
-                self.number(node)
-            if self.old.is_tensor(node):
-                self.pin(node)
+            if node in self.old.info:  # else it was a result of an operator that is written out
+                self.visit(node)
         for node in self.old.results:
             if self.old.is_tensor(node):
                 self.env[node] = self.returned(self.env[node], node)
         return self.finish()
+
+    def visit(self, node: fx.Node) -> None:
+        if node.op == "placeholder":
+            self.copy(node)
+        elif is_getitem(node):
+            self.getitem(node)
+        elif is_op(node):
+            if self.written_out(node):
+                return
+            self.operator(node)
+        else:
+            self.number(node)
+        if self.old.is_tensor(node):
+            self.pin(node)
 
     # -- one node ----------------------------------------------------------------------------------------------------
 
@@ -70,6 +86,44 @@ class _Propagation(Rewriter):
         specs = self.info[self.env[parent]].spec
         assert isinstance(specs, tuple)
         self.info[new] = self.info[new].but(spec=specs[node.args[1]], why=self.info[self.env[parent]].why)
+
+    def written_out(self, node: fx.Node) -> bool:
+        """Propagate the split form of a node instead, where a dim is split that its rule calls whole."""
+        if node in self.old.draws:
+            return False
+        if node.target in self.result_forms:
+            spec = wanted_result(self.old, node)
+            if spec is None or not self.splits_result(node, spec):
+                return False
+            return self.in_parts(node, self.result_forms)
+        if node.target not in self.forms:
+            return False
+        rule = rule_of(self.old, node)
+        values = [self.read(n, node) for n in operands(self.old, node)]
+        wanted = aligned(rule, [self.spec(v) for v in values], self.mesh)
+        if wanted is None:
+            return False
+        replaced: dict[fx.Node, fx.Node] = {}
+        for old, value, spec in zip(operands(self.old, node), values, wanted, strict=True):
+            if spec != self.spec(value) and old not in replaced:  # a slice of it is all that is needed
+                with self.old.graph.inserting_before(node):
+                    replaced[old] = self.old.graph.call_function(ALIAS, (old,))
+                self.old.info[replaced[old]] = self.old.info[old].but(spec=None)
+                self.env[replaced[old]] = self.move(value, spec, node, f"{op_name(node.target)} is split so")
+        if replaced:
+            node.args, node.kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: replaced.get(n, n))
+        return self.in_parts(node, self.forms)
+
+    def splits_result(self, node: fx.Node, spec: ShardSpec) -> bool:
+        """Whether a result that will rest in `spec` is wanted in parts that no operand gives."""
+        given = [self.spec(self.read(n, node)) for n in operands(self.old, node)]
+        taken = {a for s in given for a in s.axes} | {a for s in given for a, _ in s.partial}
+        return any(f.axes and f.axes[0] not in taken for f in spec.dims[0])
+
+    def in_parts(self, node: fx.Node, forms: Tracer) -> bool:
+        for inner in write_out(self.old, node, forms):
+            self.visit(inner)
+        return True
 
     def number(self, node: fx.Node) -> None:
         """Arithmetic on numbers, or an operator that makes a number: tensor operands are needed whole."""
@@ -87,6 +141,9 @@ class _Propagation(Rewriter):
         specs = [self.spec(v) for v in values]
         partial = self.partials(node, rule, values)
         split, reasons = choose(rule, specs, {a for a, _ in partial}, self.mesh)
+        if node.target is ROWS and (rest := wanted_result(self.old, node)) is not None:
+            taken = {a for dim in split.values() for a in dim_axes(dim)} | {a for a, _ in partial}
+            split |= made_split(rule, rest, taken, self.mesh)
         wanted = [required(factors, rule, split, self.mesh) for factors in rule.operands]
         ready: list[fx.Node] = []
         for k, (value, spec) in enumerate(zip(values, wanted, strict=True)):

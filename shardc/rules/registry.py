@@ -10,7 +10,7 @@ import torch
 
 from shardc.errors import RuleError
 from shardc.program import Types
-from shardc.rules import attention, create, index, joins, linalg, losses, matmul, nn, optim, pointwise, reduce, views, windows
+from shardc.rules import attention, create, index, joins, linalg, lookup, losses, matmul, nn, optim, pointwise, reduce, views, windows
 from shardc.rules.call import Builder, Call, Draft, overload, sets
 from shardc.rules.rule import KINDS, DimFactors, Rule, parse_factors
 
@@ -21,6 +21,7 @@ TABLES: dict[str, Mapping[str, Builder]] = {
     "views": views.TABLE,
     "joins": joins.TABLE,
     "index": index.TABLE,
+    "lookup": lookup.TABLE,
     "create": create.TABLE,
     "nn": nn.TABLE,
     "attention": attention.TABLE,
