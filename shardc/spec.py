@@ -61,7 +61,7 @@ def dim_start(dim: Dim, mesh: Mesh, coord: Coord) -> int:
     """
     lo, hi = dim[0].interval(mesh, coord)
     if any(f.axes for f in dim[1:]):
-        raise SpecError(f"a part of {'·'.join(map(str, dim))} is not one run of elements", hint="split the major part of the dim")
+        raise SpecError(f"a part of {'·'.join(map(str, dim))} is not one run of elements", hint="split its major part")
     return min(lo, hi) * math.prod(f.size for f in dim[1:])
 
 

@@ -160,7 +160,20 @@ class _Lowering:
             return {k: self._arg(v, node) for k, v in arg.items()}
         if isinstance(arg, slice):
             return slice(*(self._arg(a, node) for a in (arg.start, arg.stop, arg.step)))
-        plain = (bool, int, float, complex, str, Local, LocalDim, LocalStart, torch.dtype, torch.device, torch.layout, torch.memory_format)
+        plain = (
+            bool,
+            int,
+            float,
+            complex,
+            str,
+            Local,
+            LocalDim,
+            LocalStart,
+            torch.dtype,
+            torch.device,
+            torch.layout,
+            torch.memory_format,
+        )
         if arg is None or isinstance(arg, plain):
             return arg
         raise PlanError(

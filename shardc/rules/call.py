@@ -198,6 +198,14 @@ def rising(*operands: int) -> tuple[tuple[frozenset[int], str, str], ...]:
     return tuple((frozenset({k}), kind, kind) for k in operands for kind in ("max", "min"))
 
 
+def choosing(*operands: int, kinds: tuple[str, ...] = ("max", "min")) -> tuple[tuple[frozenset[int], str, str], ...]:
+    """`Rule.orders` of an operator each of whose results is an element of one of these operands (a choice that is the same on all
+    ranks): any of them may be pending. With one kind: of one that takes the maximum (minimum) of its operands."""
+    counts = range(1, len(operands) + 1) if len(operands) <= 5 else (1, len(operands))
+    some = [frozenset(c) for n in counts for c in itertools.combinations(operands, n)]
+    return tuple((held, kind, kind) for held in some for kind in kinds)
+
+
 def falling(*operands: int) -> tuple[tuple[frozenset[int], str, str], ...]:
     """The same of one that falls: the maximum of the operand gives the minimum of the result."""
     return tuple((frozenset({k}), a, b) for k in operands for a, b in (("max", "min"), ("min", "max")))
@@ -221,7 +229,7 @@ def _at_least(result: torch.dtype, operand: torch.dtype) -> bool:
     if result.is_complex:
         return not operand.is_complex or result.itemsize >= operand.itemsize
     if operand.is_complex:
-        return False
+        return result.is_floating_point and 2 * result.itemsize >= operand.itemsize
     if operand.is_floating_point:
         if not result.is_floating_point or result.itemsize < operand.itemsize:
             return False

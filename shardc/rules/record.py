@@ -17,6 +17,10 @@ from shardc.rules.sample import Sample
 SKIPPED = (torch.Tag.nondeterministic_seeded, torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output)
 
 
+REWRITTEN = (torch.ops.aten.copy.default, torch.ops.aten._efficientzerotensor.default)
+"""What no program contains: `normalize` turns copies into casts and expands; tangents of forward mode."""
+
+
 class Recorder(TorchDispatchMode):
     """Fills `calls` with what runs under it.
 
@@ -39,7 +43,12 @@ class Recorder(TorchDispatchMode):
             if op in self._table:
                 with self:
                     self._table[op](*kept[0], **kept[1])
-            elif not any(tag in op.tags for tag in SKIPPED) and "empty" not in op._schema.name:
+            elif (
+                not any(tag in op.tags for tag in SKIPPED)
+                and "empty" not in op._schema.name
+                and op not in REWRITTEN
+                and op._schema.returns
+            ):
                 self.calls.append(Sample(op, *kept))
         return func(*args, **kwargs)
 

@@ -101,10 +101,25 @@ class Rule:
         if self.linear:
             tail.append("linear: " + " | ".join("&".join(map(str, sorted(s))) for s in self.linear))
         if self.orders:
-            tail.append("order: " + " | ".join(f"{'&'.join(map(str, sorted(s)))} {a}{'' if a == b else '>' + b}" for s, a, b in self.orders))
+            tail.append("order: " + " | ".join(_order_text(self.orders)))
         if self.sized:
             tail.append("sized: " + ", ".join(map(str, self.sized)))
         return "; ".join([f"{left}->{right}", *tail])
+
+
+def _order_text(orders: tuple[tuple[frozenset[int], str, str], ...]) -> list[str]:
+    """``0`` rises in operand 0, ``-1`` falls in operand 1, ``0&1 max`` takes the maximum of both."""
+    out = []
+    for held in dict.fromkeys(held for held, _, _ in orders):
+        pairs = {(a, b) for h, a, b in orders if h == held}
+        name = "&".join(map(str, sorted(held)))
+        if pairs == {("max", "max"), ("min", "min")}:
+            out.append(name)
+        elif pairs == {("max", "min"), ("min", "max")}:
+            out.append("-" + name)
+        else:
+            out += [f"{name} {a}" for a, _ in sorted(pairs)]
+    return out
 
 
 def _text(factors: Factors) -> str:

@@ -25,6 +25,10 @@ Placement = str | int
 Placements = tuple[Placement, ...]
 
 
+EXACT = ("eq", "ne", "isnan", "isinf", "isfinite", "isclose", "nextafter")
+"""Operators whose results almost no change of a real number changes: on them pending operands cannot be told from whole ones."""
+
+
 @dataclass(frozen=True)
 class Layout:
     """Placements of operands and the results they give."""
@@ -39,12 +43,12 @@ class Layout:
 def missing(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None, limit: int = 2000) -> list[str]:
     """One-axis layouts that hold on this data and that the rule does not know, ``0, whole -> 1`` each."""
     kwargs = dict(kwargs or {})
-    known = known_layouts(rule_of(op, args, kwargs)[0])
+    known = known_layouts(rule_of(op, args, kwargs)[0], tensor_operands(args, kwargs, is_tensor))
     return [str(found) for found in true_layouts(op, args, kwargs, limit) if found.operands not in known]
 
 
-def known_layouts(rule: Rule) -> set[Placements]:
-    """The placements of operands that a rule lets be, but for all whole."""
+def known_layouts(rule: Rule, operands: Sequence[Tensor]) -> set[Placements]:
+    """The placements of the operands of a call that its rule lets be, but for all whole."""
     out: set[Placements] = set()
     for f in rule.sizes:
         if rule.kind(f) != WHOLE and rule.sizes[f] > 1:
@@ -58,23 +62,23 @@ def known_layouts(rule: Rule) -> set[Placements]:
     out |= {held(which, kind) for which, kind, _ in rule.orders}
     if rule.any_partial:
         out |= {held(frozenset({0}), kind) for kind in ("sum", "max", "min")}
-    return {layout for layout in out if any(p != "whole" for p in layout)}
+    legal = [set(_choices(x, True)) for x in operands]
+    return {p for p in out if any(x != "whole" for x in p) and all(x in may for x, may in zip(p, legal, strict=True))}
 
 
 def true_layouts(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any], limit: int = 2000) -> Iterator[Layout]:
     """The layouts that hold, those with fewer operands that are not whole first; at most `limit` are tried."""
     operands: list[Tensor] = tensor_operands(args, kwargs, is_tensor)
-    data = [(args, kwargs, flat(op(*args, **kwargs)))]
-    if any(x is not None and not x.numel() for x in (*operands, *data[0][2])):
-        return  # of no elements anything holds
-    other = _moved(op, args, kwargs)
-    if other is not None:
-        data.append(other)
-    ordered = sorted(itertools.product(*map(_choices, operands)), key=lambda p: sum(x != "whole" for x in p))
+    given = (args, kwargs, flat(op(*args, **kwargs)))
+    data = [given, *(_moved(op, args, kwargs) or [given, given])]
+    if max((x.numel() for x in operands), default=0) < 2 or not _telling([r for _, _, r in data]):
+        return
+    choices = [_choices(x, op.overloadpacket.__name__ not in EXACT) for x in operands]
+    ordered = sorted(itertools.product(*choices), key=lambda p: sum(x != "whole" for x in p))
     for placements in ordered[1 : limit + 1]:
         found: list[set[Placement]] | None = None
-        for one in data:
-            again = _results(op, *one, placements)
+        for salt, one in enumerate(data):
+            again = _results(op, *one, placements, salt)
             if again is None:
                 found = None
                 break
@@ -83,7 +87,9 @@ def true_layouts(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any], limit: 
             yield Layout(placements, tuple(min(f, key=_rank) for f in found))
 
 
-def _choices(x: Tensor) -> list[Placement]:
+def _choices(x: Tensor, pending_too: bool) -> list[Placement]:
+    if not pending_too:
+        return ["whole", *(k for k, n in enumerate(x.shape) if n > 1)]
     pending: list[Placement] = ["sum"] if x.dtype.is_floating_point or x.dtype.is_complex else []
     pending += ["max", "min"] if x.dtype.is_floating_point else []
     return ["whole", *(k for k, n in enumerate(x.shape) if n > 1), *pending]
@@ -93,32 +99,52 @@ def _rank(p: Placement) -> tuple[int, str]:
     return (0 if p == "whole" else 1 if isinstance(p, int) else 2, str(p))
 
 
-def _moved(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Any, list[Tensor | None]] | None:
-    """The same call on other values; None where the operator does not take them (roots of negative numbers)."""
-    generator = torch.Generator().manual_seed(0)
+def _telling(results: Sequence[Sequence[Tensor | None]]) -> bool:
+    """Whether data tell layouts apart: of no elements, of values that are all equal and of infinities almost anything holds."""
+    for k, first in enumerate(results[0]):
+        if first is None:
+            continue
+        own = [r for one in results if (r := one[k]) is not None]
+        if any(not r.numel() or not bool(torch.isfinite(r).all()) for r in own):
+            return False
+        values = torch.cat([r.reshape(-1) for r in own])
+        if bool((values == values[0]).all()):
+            return False
+    return True
 
-    def move(x: Tensor) -> Tensor:
-        if not (x.dtype.is_floating_point or x.dtype.is_complex):
-            return x
-        sign = torch.randint(0, 2, x.shape, generator=generator).to(x.dtype) * 2 - 1
-        shift = torch.rand(x.shape, generator=generator, dtype=torch.float64).to(x.dtype)
-        return torch.where(torch.isfinite(x), sign * (x + shift), x)
 
-    new = map_operands(args, kwargs, move, is_tensor)
-    try:
-        results = flat(op(*new[0], **new[1]))
-    except (RuntimeError, IndexError, ValueError):
-        return None
-    finite = all(r is None or not r.dtype.is_floating_point or bool(torch.isfinite(r).all()) for r in results)
-    return (*new, results) if finite else None
+def _moved(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tuple[Any, Any, list[Tensor | None]]]:
+    """The same call on other values, if the operator takes them (no roots of negative numbers)."""
+    out = []
+    for seed in range(2):
+        generator = torch.Generator().manual_seed(seed)
+
+        def move(x: Tensor, generator: torch.Generator = generator) -> Tensor:
+            if x.dtype == torch.bool:
+                return torch.rand(x.shape, generator=generator) < 0.5
+            if not (x.dtype.is_floating_point or x.dtype.is_complex):
+                return x
+            sign = torch.randint(0, 2, x.shape, generator=generator).to(x.dtype) * 2 - 1
+            shift = torch.rand(x.shape, generator=generator, dtype=torch.float64).to(x.dtype)
+            return torch.where(torch.isfinite(x), sign * (x + shift), x)
+
+        new = map_operands(args, kwargs, move, is_tensor)
+        try:
+            results = flat(op(*new[0], **new[1]))
+        except (RuntimeError, IndexError, ValueError):
+            return []
+        if any(r is not None and r.dtype.is_floating_point and not bool(torch.isfinite(r).all()) for r in results):
+            return []
+        out.append((*new, results))
+    return out
 
 
 def _results(
-    op: Op, args: Any, kwargs: Any, results: Sequence[Tensor | None], placements: Placements
+    op: Op, args: Any, kwargs: Any, results: Sequence[Tensor | None], placements: Placements, salt: int
 ) -> list[set[Placement]] | None:
     """How each result lies; None where the operator does not take such parts."""
     operands = tensor_operands(args, kwargs, is_tensor)
-    cuts = [_cut(x, place, k) for k, (x, place) in enumerate(zip(operands, placements, strict=True))]
+    cuts = [_cut(x, place, k + 16 * salt) for k, (x, place) in enumerate(zip(operands, placements, strict=True))]
     parts = []
     for rank in range(2):
         local = map_operands(args, kwargs, fed([cut[rank] for cut in cuts]), is_tensor)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from shardc.rules.call import Builder, Call, Draft, sets
+from shardc.rules.call import Builder, Call, Draft, rising, sets
 from shardc.rules.rule import SUM, WHOLE, DimFactors, Rule, Shape
 
 
@@ -23,7 +23,9 @@ def convolution(call: Call) -> Rule:
     kernel = draft.fresh(weight.shape[2:], WHOLE)
     operands = [[n, ci, *draft.fresh(x.shape[2:], WHOLE)], [*channels, *kernel], *([[co]] if biased else [])]
     linear = "0&2 | 1&2" if biased else "0 | 1"
-    return draft.rule(operands, [[n, co, *draft.fresh(result.shape[2:], WHOLE)]], sets(linear))
+    return draft.rule(
+        operands, [[n, co, *draft.fresh(result.shape[2:], WHOLE)]], sets(linear), orders=rising(2) if biased else ()
+    )
 
 
 def _weight_channels(
@@ -124,6 +126,9 @@ def unfold(call: Call) -> Rule:
     assert result is not None
     plain, cut = (result.shape, x.shape) if backward else (x.shape, result.shape)
     k = call.dim("dim" if backward else "dimension", len(plain))
+    if not plain:
+        window = [draft.new(cut[-1], WHOLE)]
+        return draft.rule([window if backward else []], [[] if backward else window])
     dims = [draft.new(n, WHOLE if i == k else "pass") for i, n in enumerate(plain)]
     parts = [*dims[:k], draft.new(cut[k], WHOLE), *dims[k + 1 :], draft.new(cut[-1], WHOLE)]
     if backward:
