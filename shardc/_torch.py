@@ -316,6 +316,6 @@ def operator_database() -> list[Any]:
     Raises:
         ImportError: torch's test requirements (expecttest) are not installed.
     """
-    from torch.testing._internal.common_methods_invocations import op_db  # type: ignore[attr-defined]
+    from torch.testing._internal.common_methods_invocations import op_db
 
     return list(op_db)

@@ -13,10 +13,11 @@ from shardc.spec import P
 def megatron(model: nn.Module, axis: str = "tp") -> dict[str, P]:
     """Tensor parallelism of a decoder as in Megatron-LM (Shoeybi et al. 2019): `params` for `shardc.compile`.
 
-    Found by structure, not by names. In each repeated layer, the linear layers that one module holds form a group: the last one
-    leads back to the model's width and is split by rows of its input (its product is a partial sum), the others lead from the width
-    and are split by columns, with their biases. The largest embedding, and a linear layer onto as many outputs, are split over
-    the vocabulary. What does not fit (a router, a group that does not begin and end at the width) is left whole.
+    Found by structure, not by names. In each repeated layer, the linear layers that one module holds form a group:
+    the last one leads back to the model's width and is split by rows of its input (its product is a partial sum), the
+    others lead from the width and are split by columns, with their biases. The largest embedding, and a linear layer
+    onto as many outputs, are split over the vocabulary. What does not fit (a router, a group that does not begin and
+    end at the width) is left whole.
 
     Args:
         model: on any device, meta too.

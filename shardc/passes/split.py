@@ -3,8 +3,8 @@
 Before: a node whose rule calls a dim whole, with an operand that is split there. After: the nodes of its split form, to be
 propagated in its place: nothing is gathered but numbers of one for each row.
 
-Example (tp=2): ``_log_softmax(x: [8, 6@tp], 1)`` becomes ``amax``, ``sub``, ``exp``, ``sum``, ``log``, ``sub``, with the maximum and
-the sum reduced over tp.
+Example (tp=2): ``_log_softmax(x: [8, 6@tp], 1)`` becomes ``amax``, ``sub``, ``exp``, ``sum``, ``log``, ``sub``, with the
+maximum and the sum reduced over tp.
 """
 
 from __future__ import annotations

@@ -199,8 +199,9 @@ def rising(*operands: int) -> tuple[tuple[frozenset[int], str, str], ...]:
 
 
 def choosing(*operands: int, kinds: tuple[str, ...] = ("max", "min")) -> tuple[tuple[frozenset[int], str, str], ...]:
-    """`Rule.orders` of an operator each of whose results is an element of one of these operands (a choice that is the same on all
-    ranks): any of them may be pending. With one kind: of one that takes the maximum (minimum) of its operands."""
+    """`Rule.orders` of an operator each of whose results is an element of one of these operands (a choice that is the
+    same on all ranks): any of them may be pending. With one kind: of one that takes the maximum (minimum) of its
+    operands."""
     counts = range(1, len(operands) + 1) if len(operands) <= 5 else (1, len(operands))
     some = [frozenset(c) for n in counts for c in itertools.combinations(operands, n)]
     return tuple((held, kind, kind) for held in some for kind in kinds)

@@ -107,7 +107,7 @@ def scatter(linear: str) -> Builder:
             operands.append([d if same or d in dims and draft.size(d) == n else draft.new(n, WHOLE)
                              for d, n in zip(at, src.shape, strict=True)])  # fmt: skip
         zero = "value" in call and isinstance(call["value"], (int, float)) and call["value"] == 0
-        reduce = call["reduce"] if "reduce" in call else None
+        reduce = call["reduce"] if "reduce" in call else None  # noqa: SIM401 (a Call is no dict)
         orders = (
             choosing(0, 2) if call.name == "aten.scatter.src" else rising(0) if call.name != "aten.scatter_reduce.two" else ()
         )

@@ -1,5 +1,5 @@
-"""The rule book on torch's op_db: every rule that its samples (and their gradients) need is proved, and what holds over one axis
-in truth is counted against what the rules know.
+"""The rule book on torch's op_db: every rule that its samples (and their gradients) need is proved, and what holds over
+one axis in truth is counted against what the rules know.
 
 Entries run in worker processes, since some operators end the process on shapes that they do not expect: an entry whose process
 ends is named and counts as not covered.
@@ -127,7 +127,7 @@ class Report:
 
 
 def full_name(entry: Any) -> str:
-    return entry.name + (f".{entry.variant_test_name}" if entry.variant_test_name else "")
+    return str(entry.name) + (f".{entry.variant_test_name}" if entry.variant_test_name else "")
 
 
 def reachable(entry: Any) -> bool:

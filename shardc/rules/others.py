@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from shardc.rules import joins, views, windows
-from shardc.rules.call import Builder, Call, Draft, choosing, sets
+from shardc.rules.call import Builder, Call, Draft, choosing, rising, sets
 from shardc.rules.index import index_write
 from shardc.rules.linalg import whole
 from shardc.rules.pointwise import pointwise
@@ -14,8 +14,8 @@ from shardc.rules.rule import WHOLE, DimFactors, Rule
 
 
 def batched(core: str, linear: str = "") -> Builder:
-    """``"2,1->2"``: how many of the last dims of operands and results are whole; the dims before them, where all tensors have the
-    same, pass."""
+    """``"2,1->2"``: how many of the last dims of operands and results are whole; the dims before them, where all tensors
+    have the same, pass."""
     left, right = ([int(n) for n in side.split(",") if n] for side in core.split("->"))
 
     def build(call: Call) -> Rule:
@@ -47,7 +47,7 @@ def summed_products(call: Call) -> Rule:
     draft = Draft(call)
     bias, a, b = call.operands
     n, i, k, j = draft.new(a.shape[0], WHOLE), draft.new(a.shape[1]), draft.new(a.shape[2], WHOLE), draft.new(b.shape[2])
-    return draft.rule([draft.broadcast(bias.shape, [i, j]), [n, i, k], [n, k, j]], [[i, j]], sets("0&1 | 0&2"))
+    return draft.rule([draft.broadcast(bias.shape, [i, j]), [n, i, k], [n, k, j]], [[i, j]], sets("0&1 | 0&2"), orders=rising(0) if call["beta"] == 1 else ())
 
 
 def solve_triangular(call: Call) -> Rule:
@@ -138,6 +138,6 @@ TABLE: dict[str, Builder] = {
     "aten.unfold_copy.default": windows.unfold,
     "aten.adaptive_max_pool3d.default": windows.windows(3),
     "aten.adaptive_max_pool3d_backward.default": windows.windows(3, "0"),
-    **{f"aten._upsample_nearest_exact{n}d.default": windows.windows(n, "0") for n in (1, 2, 3)},
+    **{f"aten._upsample_nearest_exact{n}d.default": windows.windows(n, any_partial=True) for n in (1, 2, 3)},
     **{f"aten._upsample_nearest_exact{n}d_backward.default": windows.resize_backward(n) for n in (1, 2, 3)},
 }

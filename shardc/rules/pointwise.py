@@ -79,8 +79,8 @@ RISING = """
     positive.default relu6.default deg2rad.default rad2deg.default special_ndtr.default addcmul.default addcdiv.default
     masked_fill.Scalar
 """
-"""What rises in its first operand, whatever its value: a pending maximum of the operand is one of the result, and so is a minimum.
-Not those that have no value for some numbers (`log`, `sqrt`): a term of a maximum may be such a number."""
+"""What rises in its first operand, whatever its value: a pending maximum of the operand is one of the result, and so is a
+minimum. Not those that have no value for some numbers (`log`, `sqrt`): a term of a maximum may be such a number."""
 FALLING = "neg.default erfc.default rsub.Scalar"
 BOTH = {
     "add.Tensor": rising(0, 1),
@@ -136,7 +136,8 @@ def pointwise(linear: str = "") -> Builder:
                 raise call.refuse(f"results of shapes {list(shape)} and {list(r.shape)} are not elementwise")
         results = [None if r is None else dims if r.shape == shape else draft.fresh(r.shape) for r in call.results]
         ordered = all(not t.dtype.is_complex for t in call.operands)
-        orders = _orders(call.name.removeprefix("aten."), call["other"] if "other" in call else None) if ordered else ()
+        scalar = call["other"] if "other" in call else None  # noqa: SIM401 (a Call is no dict)
+        orders = _orders(call.name.removeprefix("aten."), scalar) if ordered else ()
         return draft.rule(operands, results, positions, orders=orders)
 
     return build

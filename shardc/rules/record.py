@@ -21,15 +21,16 @@ REWRITTEN = (torch.ops.aten.copy.default, torch.ops.aten._efficientzerotensor.de
 """What no program contains: `normalize` turns copies into casts and expands; tangents of forward mode."""
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Fills `calls` with what runs under it.
 
-    Left out: tensors without values (`empty`), random operators (proved by the runtime's own tests), operators whose result's size or value depends on data
-    (they are numbers or ragged dims of a program), and calls that take or return no tensor.
+    Left out: tensors without values (`empty`), random operators (proved by the runtime's own tests), operators whose
+    result's size or value depends on data (they are numbers or ragged dims of a program), and calls that take or return
+    no tensor.
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.calls: list[Sample] = []
         self._table = decompositions(split_products=True)
 

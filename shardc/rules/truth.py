@@ -26,7 +26,8 @@ Placements = tuple[Placement, ...]
 
 
 EXACT = ("eq", "ne", "isnan", "isinf", "isfinite", "isclose", "nextafter")
-"""Operators whose results almost no change of a real number changes: on them pending operands cannot be told from whole ones."""
+"""Operators whose results almost no change of a real number changes: on them pending operands cannot be told from whole
+ones."""
 
 
 @dataclass(frozen=True)

@@ -58,7 +58,7 @@ def convolution_backward(call: Call) -> Rule:
     )
 
 
-def windows(spatial: int, linear: str = "") -> Builder:
+def windows(spatial: int, linear: str = "", any_partial: bool = False) -> Builder:
     """Pooling and resizing: the last dims are whole, and each tensor has its own; batch and channels pass."""
     positions = sets(linear)
 
@@ -72,7 +72,7 @@ def windows(spatial: int, linear: str = "") -> Builder:
                 sizes[shape] = draft.fresh(shape[-spatial:], WHOLE)
             return [*lead, *sizes[shape]]
 
-        return draft.rule([dims(t.shape) for t in call.operands], [dims(r.shape) for r in call.results if r], positions)
+        return draft.rule([dims(t.shape) for t in call.operands], [dims(r.shape) for r in call.results if r], positions, any_partial)
 
     return build
 
@@ -173,8 +173,8 @@ TABLE: dict[str, Builder] = {
     "aten._adaptive_avg_pool2d_backward.default": windows(2, "0"),
     "aten.adaptive_max_pool2d.default": windows(2),
     "aten.adaptive_max_pool2d_backward.default": windows(2, "0"),
-    "aten.upsample_nearest1d.default": windows(1, "0"),
-    "aten.upsample_nearest2d.default": windows(2, "0"),
+    "aten.upsample_nearest1d.default": windows(1, any_partial=True),
+    "aten.upsample_nearest2d.default": windows(2, any_partial=True),
     "aten.upsample_bilinear2d.default": windows(2, "0"),
     "aten.upsample_bicubic2d.default": windows(2, "0"),
     "aten._upsample_bicubic2d_aa.default": windows(2, "0"),
@@ -183,22 +183,22 @@ TABLE: dict[str, Builder] = {
     "aten.upsample_nearest2d_backward.default": resize_backward(2),
     "aten.upsample_bilinear2d_backward.default": resize_backward(2),
     "aten.upsample_bicubic2d_backward.default": resize_backward(2),
-    "aten.reflection_pad1d.default": windows(1, "0"),
-    "aten.reflection_pad2d.default": windows(2, "0"),
-    "aten.replication_pad2d.default": windows(2, "0"),
+    "aten.reflection_pad1d.default": windows(1, any_partial=True),
+    "aten.reflection_pad2d.default": windows(2, any_partial=True),
+    "aten.replication_pad2d.default": windows(2, any_partial=True),
     "aten._adaptive_avg_pool3d.default": windows(3, "0"),
     "aten._adaptive_avg_pool3d_backward.default": windows(3, "0"),
     "aten.upsample_linear1d.default": windows(1, "0"),
     "aten.upsample_linear1d_backward.default": resize_backward(1),
-    "aten.upsample_nearest3d.default": windows(3, "0"),
+    "aten.upsample_nearest3d.default": windows(3, any_partial=True),
     "aten.upsample_nearest3d_backward.default": resize_backward(3),
     "aten.upsample_trilinear3d.default": windows(3, "0"),
     "aten.upsample_trilinear3d_backward.default": resize_backward(3),
     "aten._upsample_bicubic2d_aa_backward.default": resize_backward(2),
     "aten._upsample_bilinear2d_aa_backward.default": resize_backward(2),
-    "aten.reflection_pad3d.default": windows(3, "0"),
-    "aten.replication_pad1d.default": windows(1, "0"),
-    "aten.replication_pad3d.default": windows(3, "0"),
+    "aten.reflection_pad3d.default": windows(3, any_partial=True),
+    "aten.replication_pad1d.default": windows(1, any_partial=True),
+    "aten.replication_pad3d.default": windows(3, any_partial=True),
     **{f"aten.{kind}_pad{n}d_backward.default": windows(n, "0") for kind in ("reflection", "replication") for n in (1, 2, 3)},
     "aten.pixel_shuffle.default": pixel_shuffle,
     "aten.pixel_unshuffle.default": pixel_shuffle,
