@@ -1,7 +1,7 @@
 """What a plan tells each rank to do: a flat list of instructions over numbered registers.
 
-One list serves all ranks of an SPMD plan: sizes are spec expressions (`Local`, `LocalDim`, `LocalStart`) that each rank evaluates at its own
-coordinate. All instructions are frozen, hold plain data only (names of operators, not functions) and go to JSON and back.
+One list serves all ranks of an SPMD plan: sizes are spec expressions (`Local`, `LocalDim`, `LocalStart`) that each rank
+evaluates at its own coordinate. All instructions are frozen, hold plain data only (names of operators, not functions) and go to JSON and back.
 """
 
 from __future__ import annotations
@@ -101,6 +101,7 @@ class Compute(Instruction):
         inplace: (result, argument position) pairs: the result takes over the storage of that argument, whose register dies
             here. Only for operators that the runtime has an in-place form of.
         draw: position of a random operator among the draws of the step; None for the others.
+        order: its dims as the whole tensor has them in memory, outermost first: torch fills in that order.
     """
 
     op: str = ""
@@ -109,6 +110,7 @@ class Compute(Instruction):
     outs: tuple[Out | None, ...] = ()
     inplace: tuple[tuple[int, int], ...] = ()
     draw: int | None = None
+    order: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)

@@ -47,7 +47,12 @@ def summed_products(call: Call) -> Rule:
     draft = Draft(call)
     bias, a, b = call.operands
     n, i, k, j = draft.new(a.shape[0], WHOLE), draft.new(a.shape[1]), draft.new(a.shape[2], WHOLE), draft.new(b.shape[2])
-    return draft.rule([draft.broadcast(bias.shape, [i, j]), [n, i, k], [n, k, j]], [[i, j]], sets("0&1 | 0&2"), orders=rising(0) if call["beta"] == 1 else ())
+    return draft.rule(
+        [draft.broadcast(bias.shape, [i, j]), [n, i, k], [n, k, j]],
+        [[i, j]],
+        sets("0&1 | 0&2"),
+        orders=rising(0) if call["beta"] == 1 else (),
+    )
 
 
 def solve_triangular(call: Call) -> Rule:

@@ -72,7 +72,9 @@ def windows(spatial: int, linear: str = "", any_partial: bool = False) -> Builde
                 sizes[shape] = draft.fresh(shape[-spatial:], WHOLE)
             return [*lead, *sizes[shape]]
 
-        return draft.rule([dims(t.shape) for t in call.operands], [dims(r.shape) for r in call.results if r], positions, any_partial)
+        return draft.rule(
+            [dims(t.shape) for t in call.operands], [dims(r.shape) for r in call.results if r], positions, any_partial
+        )
 
     return build
 
