@@ -1,7 +1,8 @@
 """What a plan tells each rank to do: a flat list of instructions over numbered registers.
 
 One list serves all ranks of an SPMD plan: sizes are spec expressions (`Local`, `LocalDim`, `LocalStart`) that each rank
-evaluates at its own coordinate. All instructions are frozen, hold plain data only (names of operators, not functions) and go to JSON and back.
+evaluates at its own coordinate. All instructions are frozen, hold
+plain data only (names of operators, not functions) and go to JSON and back.
 """
 
 from __future__ import annotations

@@ -234,7 +234,8 @@ def updates() -> Iterator[Sample]:
                 args: list[Any] = []
                 for a in op._schema.arguments:
                     if str(a.type) == "Tensor":
-                        args.append(torch.tensor(2.0) if a.name == "step" else ints(*shape, lo=1, hi=6 + len(args)))
+                        numbers = ("step", "eta", "mu") if name == "shardc.asgd.default" else ("step",)
+                        args.append(torch.tensor(2.0) if a.name in numbers else ints(*shape, lo=1, hi=6 + len(args)))
                     else:
                         args.append(True if a.name == "decoupled" else False if str(a.type) == "bool" else 0.1)
                 yield Sample(op, tuple(args))
