@@ -75,14 +75,15 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--shrink", action="store_true", help="stop at the first failure and shrink it")
-    parser.add_argument("--piece", type=int, help=f"only this piece of {PIECE} draws")
+    parser.add_argument("--first", type=int, default=0, help=f"leave out so many pieces of {PIECE} draws")
+    parser.add_argument("--pieces", type=int, help="do so many pieces only")
     parser.add_argument("--verify", action="store_true", help="also run the verifier after each pass")
     parser.add_argument("--out", type=Path, help="folder for the scripts of failures")
     args = parser.parse_args()
     if args.verify:
         os.environ["SHARDC_VERIFY"] = "1"
     tasks = [(k, min(PIECE, args.draws - k * PIECE), args.seed, args.shrink) for k in range(-(-args.draws // PIECE))]
-    tasks = [task for task in tasks if args.piece is None or task[0] == args.piece]
+    tasks = tasks[args.first :][: args.pieces]
     counts: collections.Counter[str] = collections.Counter()
     drawn_before: set[str] = set()
     slowest, failures, start = 0.0, 0, time.perf_counter()

@@ -40,7 +40,7 @@ ROWWISE = (
 
 ACROSS = (
     "x + x.roll(1, 0)",
-    "x - x.flip(0)",
+    "x - 0.5 * x.flip(0)",
     "x / (1 + x.pow(2).sum())",
     "F.softmax(x, 0)",
     "x + x.cumsum(0)",
