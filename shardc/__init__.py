@@ -13,8 +13,8 @@ from shardc.spec import P, ShardSpec
 
 
 def __getattr__(name: str) -> object:
-    """`shardc.testing` and `shardc.rules` without an import of their own."""
-    if name in ("testing", "rules"):
+    """`shardc.testing`, `shardc.rules` and `shardc.recipes` without an import of their own."""
+    if name in ("testing", "rules", "recipes"):
         return importlib.import_module(f"shardc.{name}")
     raise AttributeError(f"module 'shardc' has no attribute {name!r}")
 

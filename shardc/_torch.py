@@ -323,6 +323,17 @@ def without_mkldnn() -> Iterator[None]:
         torch._C._set_mkldnn_enabled(before)
 
 
+def operator_database() -> list[Any]:
+    """torch's own samples of its operators: entries with `name`, `variant_test_name`, `op`, `sample_inputs`, `dtypes`.
+
+    Raises:
+        ImportError: torch's test requirements (expecttest) are not installed.
+    """
+    from torch.testing._internal.common_methods_invocations import op_db
+
+    return list(op_db)
+
+
 def references(t: Tensor) -> int:
     """How many hold the tensor, in Python (once) and in C++."""
     count: int = t._use_count()  # type: ignore[attr-defined]

@@ -1,7 +1,8 @@
 """The `shardc` command line.
 
 shardc plan train.py --mesh dp=64 [the script's own arguments]     plan a script's training step without devices
-shardc rules [PATTERN] [--check]                                   the factor rules, and their proof by execution
+shardc rules [PATTERN]                                             the factor rules
+shardc rules --check [--op GLOB] [--json]                          their proof by execution, on our samples and torch's op_db
 """
 
 from __future__ import annotations
@@ -39,7 +40,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     plan.add_argument("--keep-values", action="store_true", help="build the modules with their values, not on the meta device")
     rules = commands.add_parser("rules", help="print the factor rules")
     rules.add_argument("pattern", nargs="?", default="*", help="operators to print, for example 'aten.mm*'")
-    rules.add_argument("--check", action="store_true", help="prove each printed rule by execution")
+    rules.add_argument("--check", action="store_true", help="prove the rules by execution, on torch's op_db too")
+    rules.add_argument(
+        "--op", metavar="GLOB", help="with --check: entries of op_db or operators, for example 'nn.functional.*'"
+    )
+    rules.add_argument("--json", action="store_true", help="with --check: print all findings as JSON, the summary last")
     args, rest = parser.parse_known_args(argv)
     if rest and args.command != "plan":
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
@@ -173,6 +178,8 @@ def _on_meta(x: Any) -> Any:
 def _rules(args: argparse.Namespace) -> int:
     from shardc import rules
 
+    if args.check and (args.op or args.json or args.pattern == "*"):
+        return _check_op_db(args.op or "*", as_json=args.json)
     table = {name: text for name, text in rules.table().items() if fnmatch.fnmatch(name, args.pattern)}
     if not table:
         raise PlanError(f"no rule for an operator like {args.pattern!r}", hint="'*' prints all of them")
@@ -186,6 +193,20 @@ def _rules(args: argparse.Namespace) -> int:
         print(f"{name}: {found}", file=sys.stderr)
     print(f"{len(table) - len(failures)} of {len(table)} rules hold")
     return int(bool(failures))
+
+
+def _check_op_db(pattern: str, *, as_json: bool) -> int:
+    """Our own samples, for backward and shardc's operators, then op_db. Exit code 1: a rule is false, or a bound is missed."""
+    from shardc import rules
+    from shardc.rules import opdb
+    from shardc.rules.registry import BUILT_IN
+
+    own = {name: found for name in BUILT_IN if fnmatch.fnmatch(name, pattern) and (found := rules.prove(name))}
+    report = opdb.check(pattern, own)
+    if not report.entries and not any(fnmatch.fnmatch(name, pattern) for name in BUILT_IN):
+        raise PlanError(f"no entry of op_db and no operator like {pattern!r}", hint="'*' checks all of them")
+    print(report.to_json() if as_json else report)
+    return int(not report.holds)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """What a plan tells each rank to do: a flat list of instructions over numbered registers.
 
-One list serves all ranks of an SPMD plan: sizes are spec expressions (`Local`, `LocalDim`) that each rank evaluates at its own
-coordinate. All instructions are frozen, hold plain data only (names of operators, not functions) and go to JSON and back.
+One list serves all ranks of an SPMD plan: sizes are spec expressions (`Local`, `LocalDim`, `LocalStart`) that each rank
+evaluates at its own coordinate. All instructions are frozen, hold
+plain data only (names of operators, not functions) and go to JSON and back.
 """
 
 from __future__ import annotations
@@ -42,6 +43,16 @@ class LocalDim:
 
     def __str__(self) -> str:
         return "local " + "·".join(map(str, self.dim))
+
+
+@dataclass(frozen=True)
+class LocalStart:
+    """In an argument tree: where this rank's part of one dim begins, in elements of the whole dim."""
+
+    dim: Dim
+
+    def __str__(self) -> str:
+        return "start of " + "·".join(map(str, self.dim))
 
 
 @dataclass(frozen=True)
@@ -86,7 +97,7 @@ class Compute(Instruction):
 
     Args:
         op: ``aten.mm.default``, ``shardc.adamw.default``; ``math.sqrt``, ``operator.mul``, ``torch.sym_float`` for numbers.
-        args, kwargs: trees of constants, `Ref`, `Local`, `LocalDim`; tuples and lists nest.
+        args, kwargs: trees of constants, `Ref`, `Local`, `LocalDim`, `LocalStart`; tuples and lists nest.
         outs: one for each result, None where the operator gives None. An operator with a single tensor result has one.
         inplace: (result, argument position) pairs: the result takes over the storage of that argument, whose register dies
             here. Only for operators that the runtime has an in-place form of.

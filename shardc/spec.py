@@ -53,6 +53,18 @@ def dim_axes(dim: Dim) -> tuple[str, ...]:
     return tuple(axis for f in dim for axis in f.axes)
 
 
+def dim_start(dim: Dim, mesh: Mesh, coord: Coord) -> int:
+    """Where a rank's part of a dim begins, in elements of the dim.
+
+    Raises:
+        SpecError: a part that is not one run of elements (a split inside a dim).
+    """
+    lo, hi = dim[0].interval(mesh, coord)
+    if any(f.axes for f in dim[1:]):
+        raise SpecError(f"a part of {'·'.join(map(str, dim))} is not one run of elements", hint="split its major part")
+    return min(lo, hi) * math.prod(f.size for f in dim[1:])
+
+
 def dim_local(dim: Dim, mesh: Mesh, coord: Coord) -> int:
     """Number of elements of `dim` at `coord`."""
     out = 1

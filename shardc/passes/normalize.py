@@ -15,11 +15,10 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.fx.experimental.proxy_tensor import make_fx
 
-from shardc._torch import FakeTensorMode
 from shardc.options import Options
 from shardc.passes.graphs import Rewriter, is_getitem, is_op, is_random, kept, operands, typed, without_dead
+from shardc.passes.inline import Tracer, types_of
 from shardc.passes.norms import join_norms
 from shardc.program import Info, Program, TensorType, Types
 from shardc.rules import decompositions
@@ -46,8 +45,7 @@ class _Normalization(Rewriter):
     def __init__(self, program: Program, table: dict[Any, Any]) -> None:
         super().__init__(program)
         self.table = table
-        self.traced: dict[Any, fx.Graph] = {}
-        self.fake = FakeTensorMode()
+        self.tracer = Tracer(table)
 
     def run(self) -> Program:
         for node in self.old.nodes:
@@ -102,7 +100,7 @@ class _Normalization(Rewriter):
 
     def inline(self, target: Callable[..., Any], args: Any, kwargs: Any, info: Info) -> Any:
         """Replace a call by the graph of its decomposition; returns a node, or a tuple of nodes."""
-        graph = self.trace(target, args, kwargs)
+        graph = self.tracer.trace(target, typed(self.info, (args, kwargs)))
         values: list[fx.Node] = []
         fx.node.map_arg((args, kwargs), values.append)
         feed, env = iter(values), {}
@@ -116,7 +114,7 @@ class _Normalization(Rewriter):
                 if is_getitem(node) and isinstance(sub_args[0], tuple):
                     env[node] = sub_args[0][sub_args[1]]
                     continue
-                sub = info.but(type=_types(node.meta["val"]))
+                sub = info.but(type=types_of(node.meta["val"]))
                 nested = node.target in self.table
                 env[node] = (
                     self.inline(node.target, sub_args, sub_kwargs, sub)
@@ -124,43 +122,6 @@ class _Normalization(Rewriter):
                     else self.call(node.target, sub_args, sub_kwargs, sub)
                 )
         raise AssertionError("a graph without output")
-
-    def trace(self, target: Callable[..., Any], args: Any, kwargs: Any) -> fx.Graph:
-        call = typed(self.info, (args, kwargs))
-        key = (target, repr(call))
-        if key not in self.traced:
-            with self.fake:
-                flat: list[torch.Tensor] = []
-
-                def hole(a: Any) -> Any:
-                    if isinstance(a, TensorType):
-                        flat.append(torch.empty_strided(a.shape, a.stride, dtype=a.dtype))
-                        return _Hole(len(flat) - 1)
-                    return a
-
-                holes = fx.node.map_aggregate(call, hole)
-
-                def fn(*tensors: torch.Tensor) -> Any:
-                    full = fx.node.map_aggregate(holes, lambda a: tensors[a.index] if isinstance(a, _Hole) else a)
-                    return self.table[target](*full[0], **full[1])
-
-                self.traced[key] = make_fx(fn)(*flat).graph
-        return self.traced[key]
-
-
-class _Hole:
-    """The place of a tensor in an argument tree."""
-
-    def __init__(self, index: int) -> None:
-        self.index = index
-
-
-def _types(value: Any) -> Types:
-    if isinstance(value, torch.Tensor):
-        return TensorType.of(value)
-    if isinstance(value, (tuple, list)):
-        return tuple(TensorType.of(v) if isinstance(v, torch.Tensor) else None for v in value)
-    return None
 
 
 def _merge_equal(program: Program) -> Program:

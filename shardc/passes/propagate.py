@@ -16,15 +16,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import fx
 
 from shardc.options import TIME, Options
 from shardc.passes.factors import choose, required, result_specs, rule_of
 from shardc.passes.graphs import Rewriter, is_cast, is_getitem, is_op, kept, operands, reshard
+from shardc.passes.inline import Tracer
 from shardc.passes.sink import sink
+from shardc.passes.split import aligned, made_split, wanted_result, write_out
 from shardc.program import Draw, Phase, Program, SlotKind, Specs, TensorType, op_name
+from shardc.rules import split_forms
 from shardc.rules.rule import Rule
-from shardc.spec import Factor, ShardSpec
+from shardc.spec import Factor, ShardSpec, dim_axes
+
+ALIAS = torch.ops.aten.alias.default
+ROWS_WHOLE = torch.ops.aten.embedding_dense_backward.default
+ROWS = torch.ops.shardc.embedding_backward_part.default
 
 
 def propagate(program: Program, options: Options) -> Program:
@@ -33,11 +41,15 @@ def propagate(program: Program, options: Options) -> Program:
 
 class _Propagation(Rewriter):
     def __init__(self, program: Program, options: Options) -> None:
-        super().__init__(program)
+        super().__init__(program.copy())  # operators that are written out are replaced in it
+        program = self.old
         self.options = options
+        self.forms, self.result_forms = Tracer(split_forms()), Tracer({ROWS_WHOLE: split_forms(of_result=True)[ROWS_WHOLE]})
         assert program.mesh is not None
         self.mesh = program.mesh
         self.batch = tuple(a for a in options.batch if self.mesh.axes[a] > 1)
+        self.batched = {program.inputs[path] for path in program.batched}
+        self.given: dict[fx.Node, fx.Node] = {}  # placeholder -> its copy, before it is split into microbatches
         self.kept = kept(program)
         self.moved: dict[tuple[fx.Node, ShardSpec, Phase | None], fx.Node] = {}  # (value, spec, phase of a slot read)
         self.settled: dict[fx.Node, fx.Node] = {}  # partial value -> its reduced form
@@ -45,27 +57,31 @@ class _Propagation(Rewriter):
         self.drawn: dict[fx.Node, Draw] = {}  # by the operator itself, also where its value is moved at once
 
     def run(self) -> Program:
-        batched = {self.old.inputs[path] for path in self.old.batched}
-        given: dict[fx.Node, fx.Node] = {}
         for node in self.old.nodes:
             if node.op == "output":
                 break
-            if node.op == "placeholder":
-                given[node] = self.copy(node)
-                if node in batched and self.options.microbatches > 1:
-                    self.env[node] = self.rows(node)
-            elif is_getitem(node):
-                self.getitem(node)
-            elif is_op(node):
-                self.operator(node)
-            else:
-                self.number(node)
-            if self.old.is_tensor(node):
-                self.pin(node)
+            if node in self.old.info:  # else it was a result of an operator that is written out
+                self.visit(node)
         for node in self.old.results:
             if self.old.is_tensor(node):
                 self.env[node] = self.returned(self.env[node], node)
-        return self.finish(draws=self.drawn, inputs={path: given[n] for path, n in self.old.inputs.items()})
+        return self.finish(draws=self.drawn, inputs={path: self.given[n] for path, n in self.old.inputs.items()})
+
+    def visit(self, node: fx.Node) -> None:
+        if node.op == "placeholder":
+            self.given[node] = self.copy(node)
+            if node in self.batched and self.options.microbatches > 1:
+                self.env[node] = self.rows(node)
+        elif is_getitem(node):
+            self.getitem(node)
+        elif is_op(node):
+            if self.written_out(node):
+                return
+            self.operator(node)
+        else:
+            self.number(node)
+        if self.old.is_tensor(node):
+            self.pin(node)
 
     # -- one node ----------------------------------------------------------------------------------------------------
 
@@ -84,6 +100,44 @@ class _Propagation(Rewriter):
         assert isinstance(specs, tuple)
         self.info[new] = self.info[new].but(spec=specs[node.args[1]], why=self.info[self.env[parent]].why)
 
+    def written_out(self, node: fx.Node) -> bool:
+        """Propagate the split form of a node instead, where a dim is split that its rule calls whole."""
+        if node in self.old.draws:
+            return False
+        if node.target in self.result_forms:
+            spec = wanted_result(self.old, node)
+            if spec is None or not self.splits_result(node, spec):
+                return False
+            return self.in_parts(node, self.result_forms)
+        if node.target not in self.forms:
+            return False
+        rule = rule_of(self.old, node)
+        values = [self.read(n, node) for n in operands(self.old, node)]
+        wanted = aligned(rule, [self.spec(v) for v in values], self.mesh)
+        if wanted is None:
+            return False
+        replaced: dict[fx.Node, fx.Node] = {}
+        for old, value, spec in zip(operands(self.old, node), values, wanted, strict=True):
+            if spec != self.spec(value) and old not in replaced:  # a slice of it is all that is needed
+                with self.old.graph.inserting_before(node):
+                    replaced[old] = self.old.graph.call_function(ALIAS, (old,))
+                self.old.info[replaced[old]] = self.old.info[old].but(spec=None)
+                self.env[replaced[old]] = self.move(value, spec, node, f"{op_name(node.target)} is split so")
+        if replaced:
+            node.args, node.kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: replaced.get(n, n))
+        return self.in_parts(node, self.forms)
+
+    def splits_result(self, node: fx.Node, spec: ShardSpec) -> bool:
+        """Whether a result that will rest in `spec` is wanted in parts that no operand gives."""
+        given = [self.spec(self.read(n, node)) for n in operands(self.old, node)]
+        taken = {a for s in given for a in s.axes} | {a for s in given for a, _ in s.partial}
+        return any(f.axes and f.axes[0] not in taken for f in spec.dims[0])
+
+    def in_parts(self, node: fx.Node, forms: Tracer) -> bool:
+        for inner in write_out(self.old, node, forms):
+            self.visit(inner)
+        return True
+
     def number(self, node: fx.Node) -> None:
         """Arithmetic on numbers, or an operator that makes a number: tensor operands are needed whole."""
         args, kwargs = fx.node.map_arg(
@@ -100,6 +154,9 @@ class _Propagation(Rewriter):
         specs = [self.spec(v) for v in values]
         partial = self.partials(node, rule, values)
         split, reasons = choose(rule, specs, {a for a, _ in partial}, self.mesh)
+        if node.target is ROWS and (rest := wanted_result(self.old, node)) is not None:
+            taken = {a for dim in split.values() for a in dim_axes(dim)} | {a for a, _ in partial}
+            split |= made_split(rule, rest, taken, self.mesh)
         wanted = [required(factors, rule, split, self.mesh) for factors in rule.operands]
         ready: list[fx.Node] = []
         for k, (value, spec) in enumerate(zip(values, wanted, strict=True)):
@@ -107,7 +164,7 @@ class _Propagation(Rewriter):
             ready.append(self.move(value, spec.with_partial(stays), node, f"{op_name(node.target)} needs it so"))
         feed = iter(ready)
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: next(feed) if self.old.is_tensor(n) else self.env[n])
-        result = result_specs(rule, split, partial, self.mesh)
+        result = result_specs(rule, split, {(a, out) for (a, _), out in partial.items()}, self.mesh)
         made: Specs = result[0] if isinstance(info.type, TensorType) else tuple(result)
         new = self.call(node.target, args, kwargs, info.but(spec=made, why=reasons or "operands are whole"), node.name)  # type: ignore[arg-type]
         self.env[node] = new
@@ -196,17 +253,17 @@ class _Propagation(Rewriter):
 
     # -- partial values ----------------------------------------------------------------------------------------------
 
-    def partials(self, node: fx.Node, rule: Rule, values: Sequence[fx.Node]) -> set[tuple[str, str]]:
-        """The pending reductions that may pass through `node` unreduced."""
-        out = set()
+    def partials(self, node: fx.Node, rule: Rule, values: Sequence[fx.Node]) -> dict[tuple[str, str], str]:
+        """The pending reductions that may pass through `node` unreduced, and what they are after it."""
+        out: dict[tuple[str, str], str] = {}
         specs = [self.spec(v) for v in values]
         olds = operands(self.old, node)
         for axis, op in {p for s in specs for p in s.partial}:
             held = frozenset(k for k, s in enumerate(specs) if s.reduction(axis) == op)
-            legal = (op == "sum" and held in rule.linear) or (rule.any_partial and held == {0})
+            after = rule.through(held, op)
             clash = any(axis in s.axes or s.reduction(axis) not in (None, op) for s in specs)
-            if legal and not clash and self._may_wait(node, [olds[k] for k in held]):
-                out.add((axis, op))
+            if after is not None and not clash and self._may_wait(node, [olds[k] for k in held]):
+                out[axis, op] = after
         return out
 
     def _may_wait(self, node: fx.Node, held: Sequence[fx.Node]) -> bool:

@@ -8,23 +8,32 @@ Example (dp=2): ``rand([8, 4]) -> [8, 4]; reshard -> [8@dp, 4]`` becomes ``rand(
 
 from __future__ import annotations
 
+import torch
 from torch import fx
 
 from shardc.passes.factors import is_free, required, result_specs, rule_of
 from shardc.passes.graphs import is_op, kept, operands, reshard
+from shardc.passes.inline import Tracer
+from shardc.passes.split import write_out
 from shardc.program import Program
+from shardc.rules import split_forms
 from shardc.rules.rule import WHOLE, Rule
 from shardc.spec import Dim, ShardSpec, dim_axes, split_dim
+
+SCATTERS = (torch.ops.aten.scatter.src, torch.ops.aten.scatter_add.default)
+"""Operators whose dim is whole, but of whose result a part can be made alone."""
 
 
 def sink(program: Program) -> Program:
     """Works on the program in place (it is propagate's own)."""
     keep = kept(program)
+    table = split_forms(of_result=True)
+    forms = Tracer({op: table[op] for op in SCATTERS})
     for node in reversed(program.nodes):
         if is_op(node) and node not in keep and node not in program.versions and program.is_tensor(node):
             spec = _common_slice(program, node)
             if spec is not None:
-                _respec(program, node, spec)
+                _respec(program, node, spec, forms)
     return program
 
 
@@ -41,11 +50,15 @@ def _common_slice(program: Program, node: fx.Node) -> ShardSpec | None:
     return spec if is_free(program.spec(node), spec, mesh) else None
 
 
-def _respec(program: Program, node: fx.Node, spec: ShardSpec) -> None:
+def _respec(program: Program, node: fx.Node, spec: ShardSpec, forms: Tracer) -> None:
     mesh = program.mesh
     assert mesh is not None
     rule = rule_of(program, node)
     split = _split_of_result(rule, spec, program)
+    if split is None and node.target in forms:  # written so that each rank takes what falls into its part
+        (node,) = write_out(program, node, forms)
+        rule = rule_of(program, node)
+        split = _split_of_result(rule, spec, program)
     if split is None or result_specs(rule, split, set(), mesh) != [spec]:
         return
     values = operands(program, node)

@@ -83,16 +83,18 @@ def _operator(program: Program, node: fx.Node, stage: str) -> None:
     rule = rule_of(program, node)
     specs = [program.spec(n) for n in operands(program, node)]
     partial = {p for s in specs for p in s.partial}
+    pending: set[tuple[str, str]] = set()
     for axis, op in partial:
         held = frozenset(k for k, s in enumerate(specs) if s.reduction(axis) == op)
-        legal = (op == "sum" and held in rule.linear) or (rule.any_partial and held == {0})
+        after = rule.through(held, op)
         _need(
             program,
             node,
             stage,
-            legal,
+            after is not None,
             f"lets a partial {op} over {axis} of operands {sorted(held)} through, its rule {rule} does not",
         )
+        pending |= {(axis, after)} if after is not None else set()
     split, _ = choose(rule, specs, {a for a, _ in partial}, mesh)
     results = program.info[node].spec
     got = results if isinstance(results, tuple) else (results,)
@@ -100,7 +102,7 @@ def _operator(program: Program, node: fx.Node, stage: str) -> None:
     for spec, factors in zip(specs, rule.operands, strict=True):
         want = required(factors, rule, split, mesh)
         _need(program, node, stage, spec.with_partial(()) == want, f"has an operand in {spec}, its rule {rule} wants {want}")
-    want_results = result_specs(rule, split, partial, mesh)
+    want_results = result_specs(rule, split, pending, mesh)
     same = all(a == b for a, b in zip(got, want_results, strict=True))
     _need(
         program,

@@ -15,7 +15,7 @@ from torch import fx
 
 from shardc._torch import is_random
 from shardc.errors import PlanError
-from shardc.instructions import Collective, Compute, Input, Instruction, Local, LocalDim, Out, Read, Ref, Reg
+from shardc.instructions import Collective, Compute, Input, Instruction, Local, LocalDim, LocalStart, Out, Read, Ref, Reg
 from shardc.program import Info, Program, TensorType, op_name
 from shardc.reshard import STEP_OPS, Step
 from shardc.spec import ShardSpec
@@ -170,7 +170,20 @@ class _Lowering:
             return {k: self._arg(v, node) for k, v in arg.items()}
         if isinstance(arg, slice):
             return slice(*(self._arg(a, node) for a in (arg.start, arg.stop, arg.step)))
-        plain = (bool, int, float, complex, str, Local, LocalDim, torch.dtype, torch.device, torch.layout, torch.memory_format)
+        plain = (
+            bool,
+            int,
+            float,
+            complex,
+            str,
+            Local,
+            LocalDim,
+            LocalStart,
+            torch.dtype,
+            torch.device,
+            torch.layout,
+            torch.memory_format,
+        )
         if arg is None or isinstance(arg, plain):
             return arg
         raise PlanError(

@@ -22,6 +22,7 @@ from shardc.instructions import (
     Instruction,
     Local,
     LocalDim,
+    LocalStart,
     Out,
     Read,
     Ref,
@@ -77,6 +78,8 @@ class Encoder:
             return {"local": self.spec(v.spec)}
         if isinstance(v, LocalDim):
             return {"local_dim": self.spec(ShardSpec((v.dim,)))}
+        if isinstance(v, LocalStart):
+            return {"local_start": self.spec(ShardSpec((v.dim,)))}
         if isinstance(v, Step):
             return {"step": [v.kind, v.axis, self.spec(v.src), self.spec(v.dst), v.op]}
         if isinstance(v, dict):
@@ -127,6 +130,7 @@ class Decoder:
             "out": lambda v: Out(v[0], self._maybe(v[1]), None if v[2] is None else from_short(v[2])),
             "local": lambda v: Local(self.spec(v)),
             "local_dim": lambda v: LocalDim(self.spec(v).dims[0]),
+            "local_start": lambda v: LocalStart(self.spec(v).dims[0]),
             "step": lambda v: Step(v[0], v[1], self.spec(v[2]), self.spec(v[3]), v[4]),
             "dict": lambda v: {self.value(k): self.value(x) for k, x in v},
             "slice": lambda v: slice(*(self.value(x) for x in v)),

@@ -3,6 +3,7 @@
 from shardc.rules.call import map_operands, tensor_operands
 from shardc.rules.catalogue import prove, table
 from shardc.rules.decompose import decompositions
+from shardc.rules.decompose_split import split_forms
 from shardc.rules.localise import localise
 from shardc.rules.registry import has_rule, register, rule_for, unregister
 from shardc.rules.rule import Rule
@@ -16,6 +17,7 @@ __all__ = [
     "prove",
     "register",
     "rule_for",
+    "split_forms",
     "table",
     "tensor_operands",
     "unregister",

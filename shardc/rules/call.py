@@ -176,6 +176,7 @@ class Draft:
         linear: Sequence[frozenset[int]] = (),
         any_partial: bool = False,
         sized: Mapping[int | str, Sized] | None = None,
+        orders: Sequence[tuple[frozenset[int], str, str]] = (),
     ) -> Rule:
         left = tuple(map(tuple, operands))
         right = tuple(None if r is None else tuple(r) for r in results)
@@ -188,7 +189,27 @@ class Draft:
             tuple(s for s in linear if holds(self.call, s)),
             any_partial,
             sized or {},
+            tuple(o for o in orders if all(k < len(self.call.operands) for k in o[0])),
         )
+
+
+def rising(*operands: int) -> tuple[tuple[frozenset[int], str, str], ...]:
+    """`Rule.orders` of an elementwise operator that rises in each of these operands."""
+    return tuple((frozenset({k}), kind, kind) for k in operands for kind in ("max", "min"))
+
+
+def choosing(*operands: int, kinds: tuple[str, ...] = ("max", "min")) -> tuple[tuple[frozenset[int], str, str], ...]:
+    """`Rule.orders` of an operator each of whose results is an element of one of these operands (a choice that is the
+    same on all ranks): any of them may be pending. With one kind: of one that takes the maximum (minimum) of its
+    operands."""
+    counts = range(1, len(operands) + 1) if len(operands) <= 5 else (1, len(operands))
+    some = [frozenset(c) for n in counts for c in itertools.combinations(operands, n)]
+    return tuple((held, kind, kind) for held in some for kind in kinds)
+
+
+def falling(*operands: int) -> tuple[tuple[frozenset[int], str, str], ...]:
+    """The same of one that falls: the maximum of the operand gives the minimum of the result."""
+    return tuple((frozenset({k}), a, b) for k in operands for a, b in (("max", "min"), ("min", "max")))
 
 
 def sets(text: str) -> tuple[frozenset[int], ...]:
@@ -209,7 +230,7 @@ def _at_least(result: torch.dtype, operand: torch.dtype) -> bool:
     if result.is_complex:
         return not operand.is_complex or result.itemsize >= operand.itemsize
     if operand.is_complex:
-        return False
+        return result.is_floating_point and 2 * result.itemsize >= operand.itemsize
     if operand.is_floating_point:
         if not result.is_floating_point or result.itemsize < operand.itemsize:
             return False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from shardc.rules.call import Builder, Call, Draft, sets
+from shardc.rules.call import Builder, Call, Draft, choosing, rising, sets
 from shardc.rules.rule import SUM, WHOLE, DimFactors, Rule
 
 
@@ -12,7 +12,7 @@ def embedding(call: Call) -> Rule:
     draft = Draft(call)
     weight, index = call.operands
     batch, row, col = draft.fresh(index.shape), draft.new(weight.shape[0], WHOLE), draft.new(weight.shape[1])
-    return draft.rule([[row, col], batch], [[*batch, col]], sets("0"))
+    return draft.rule([[row, col], batch], [[*batch, col]], any_partial=True)
 
 
 def embedding_backward(call: Call) -> Rule:
@@ -48,7 +48,7 @@ def _indexed(call: Call, draft: Draft) -> tuple[list[DimFactors], list[DimFactor
 def index(call: Call) -> Rule:
     draft = Draft(call)
     dims, out, indices = _indexed(call, draft)
-    return draft.rule([dims, *indices], [out], sets("0"))
+    return draft.rule([dims, *indices], [out], any_partial=True)
 
 
 def index_put(call: Call) -> Rule:
@@ -58,8 +58,10 @@ def index_put(call: Call) -> Rule:
     for f in {f for t in indices for d in t for f in d}:
         draft.kinds[f] = WHOLE
     values = len(indices) + 1
-    linear = [frozenset({0, values})] if call["accumulate"] is True else []  # which of two writes lasts may differ by rank
-    return draft.rule([dims, *indices, draft.broadcast(call.operands[values].shape, out)], [dims], linear)
+    adds = call["accumulate"] is True
+    linear = [frozenset({0, values})] if adds else []  # which of two writes lasts may differ by rank
+    operands = [dims, *indices, draft.broadcast(call.operands[values].shape, out)]
+    return draft.rule(operands, [dims], linear, orders=rising(0) if adds else ())
 
 
 def _beside(draft: Draft, shape: tuple[int, ...], index: tuple[int, ...], k: int) -> tuple[list[DimFactors], list[DimFactors]]:
@@ -79,9 +81,11 @@ def gather(call: Call) -> Rule:
     draft = Draft(call)
     x, index = call.operands
     if not x.shape or not index.shape:
-        return draft.rule([draft.fresh(t.shape, WHOLE) for t in call.operands], [draft.fresh(index.shape, WHOLE)], sets("0"))
+        return draft.rule(
+            [draft.fresh(t.shape, WHOLE) for t in call.operands], [draft.fresh(index.shape, WHOLE)], any_partial=True
+        )
     dims, at = _beside(draft, x.shape, index.shape, call.dim("dim", len(x.shape)))
-    return draft.rule([dims, at], [at], sets("0"))
+    return draft.rule([dims, at], [at], any_partial=True)
 
 
 def scatter(linear: str) -> Builder:
@@ -103,7 +107,15 @@ def scatter(linear: str) -> Builder:
             operands.append([d if same or d in dims and draft.size(d) == n else draft.new(n, WHOLE)
                              for d, n in zip(at, src.shape, strict=True)])  # fmt: skip
         zero = "value" in call and isinstance(call["value"], (int, float)) and call["value"] == 0
-        return draft.rule(operands, [dims], sets("0" if zero else linear))
+        reduce = call["reduce"] if "reduce" in call else None  # noqa: SIM401 (a Call is no dict)
+        orders = (
+            choosing(0, 2) if call.name == "aten.scatter.src" else rising(0) if call.name != "aten.scatter_reduce.two" else ()
+        )
+        if reduce in ("amax", "amin") and call["include_self"]:
+            orders = (*choosing(0, 2, kinds=(reduce[1:],)), *rising(0))
+        summed = reduce == "sum" and call["include_self"] and call.name == "aten.scatter_reduce.two"
+        orders = rising(0) if summed else orders
+        return draft.rule(operands, [dims], sets("0" if zero else "0&2" if summed else linear), orders=orders)
 
     return build
 
@@ -112,9 +124,11 @@ def index_select(call: Call) -> Rule:
     draft = Draft(call)
     x, index = call.operands
     k = call.dim("dim", len(x.shape))
+    if not x.shape:
+        return draft.rule([[], draft.fresh(index.shape, WHOLE)], [[]], any_partial=True)
     dims = [draft.new(n, WHOLE if i == k else "pass") for i, n in enumerate(x.shape)]
     at = draft.fresh(index.shape)
-    return draft.rule([dims, at], [[*dims[:k], *(at or [()]), *dims[k + 1 :]]], sets("0"))
+    return draft.rule([dims, at], [[*dims[:k], *(at or [()]), *dims[k + 1 :]]], any_partial=True)
 
 
 def index_write(linear: str) -> Builder:
@@ -128,7 +142,12 @@ def index_write(linear: str) -> Builder:
         at = draft.fresh(index.shape, WHOLE)
         src = [[*dims[:k], *(at or [()]), *dims[k + 1 :]]] if len(call.operands) > 2 and call.operands[2].shape else []
         rest: list[list[DimFactors]] = [[]] * (len(call.operands) - 2 - len(src))
-        return draft.rule([dims, at, *src, *rest], [dims], sets(linear))
+        orders = rising(0) if call.name == "aten.index_add.default" or not src and not rest else ()
+        if call.name in ("aten.index_copy.default", "aten.index_fill.int_Tensor"):
+            orders = choosing(0, 2)
+        if call.name == "aten.index_reduce.default" and call["reduce"] in ("amax", "amin") and call["include_self"]:
+            orders = choosing(0, 2, kinds=(call["reduce"][1:],))
+        return draft.rule([dims, at, *src, *rest], [dims], sets(linear), orders=orders)
 
     return build
 
@@ -138,7 +157,7 @@ def select_scatter(call: Call) -> Rule:
     shape = call.operands[0].shape
     k = call.dim("dim", len(shape))
     dims = [draft.new(n, WHOLE if i == k else "pass") for i, n in enumerate(shape)]
-    return draft.rule([dims, [*dims[:k], *dims[k + 1 :]]], [dims], sets("0&1"))
+    return draft.rule([dims, [*dims[:k], *dims[k + 1 :]]], [dims], sets("0&1"), orders=choosing(0, 1))
 
 
 def slice_scatter(call: Call) -> Rule:
@@ -146,7 +165,7 @@ def slice_scatter(call: Call) -> Rule:
     shape, src = call.operands[0].shape, call.operands[1].shape
     k = call.dim("dim", len(shape))
     dims = [draft.new(n, WHOLE if i == k else "pass") for i, n in enumerate(shape)]
-    return draft.rule([dims, [*dims[:k], draft.new(src[k], WHOLE), *dims[k + 1 :]]], [dims], sets("0&1"))
+    return draft.rule([dims, [*dims[:k], draft.new(src[k], WHOLE), *dims[k + 1 :]]], [dims], sets("0&1"), orders=choosing(0, 1))
 
 
 def searchsorted(call: Call) -> Rule:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from shardc.rules.call import Builder, Call, Draft
+from shardc.rules.call import Builder, Call, Draft, choosing
 from shardc.rules.rule import WHOLE, DimFactors, Extent, Rule
 
 
@@ -51,7 +51,9 @@ def cat(call: Call) -> Rule:
     legacy = [t.shape == (0,) and len(result.shape) != 1 for t in call.operands]  # torch ignores empty lists among matrices
     pieces, joined = parts(draft, [0 if skip else t.shape[k] for t, skip in zip(call.operands, legacy, strict=True)])
     operands = [draft.fresh([0], WHOLE) if skip else [*dims[:k], p, *dims[k:]] for p, skip in zip(pieces, legacy, strict=True)]
-    return draft.rule(operands, [[*dims[:k], joined, *dims[k:]]], [frozenset(range(len(operands)))])
+    return draft.rule(
+        operands, [[*dims[:k], joined, *dims[k:]]], [frozenset(range(len(operands)))], orders=choosing(*range(len(operands)))
+    )
 
 
 def stack(call: Call) -> Rule:
@@ -59,7 +61,8 @@ def stack(call: Call) -> Rule:
     dims = draft.fresh(call.operands[0].shape)
     k = int(call["dim"]) % (len(dims) + 1)
     new = draft.new(len(call.operands), WHOLE)
-    return draft.rule([dims] * len(call.operands), [[*dims[:k], new, *dims[k:]]], [frozenset(range(len(call.operands)))])
+    every = range(len(call.operands))
+    return draft.rule([dims for _ in every], [[*dims[:k], new, *dims[k:]]], [frozenset(every)], orders=choosing(*every))
 
 
 TABLE: dict[str, Builder] = {

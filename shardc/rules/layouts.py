@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from shardc.dtypes import identity
-from shardc.instructions import Local, LocalDim
+from shardc.instructions import Local, LocalDim, LocalStart
 from shardc.mesh import Coord, Mesh
 from shardc.rules.call import map_operands, tensor_operands
 from shardc.rules.localise import localise
 from shardc.rules.rule import PASS, Factors, Rule
-from shardc.spec import Dim, Factor, ShardSpec, dim_local
+from shardc.spec import Dim, Factor, ShardSpec, dim_local, dim_start
 
 Op = torch._ops.OpOverload
 Layout = Mapping[str, tuple[str, ...]]
@@ -58,6 +58,8 @@ def _evaluated(tree: Any, mesh: Mesh, coord: Coord) -> Any:
         return list(tree.spec.local_shape(mesh, coord))
     if isinstance(tree, LocalDim):
         return dim_local(tree.dim, mesh, coord)
+    if isinstance(tree, LocalStart):
+        return dim_start(tree.dim, mesh, coord)
     if isinstance(tree, (list, tuple)):
         return type(tree)(_evaluated(a, mesh, coord) for a in tree)
     return tree

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from shardc.errors import RuleError
-from shardc.instructions import Local, LocalDim
-from shardc.rules.rule import Rule, Shape, Sized
+from shardc.instructions import Local, LocalDim, LocalStart
+from shardc.rules.rule import Rule, Shape, Sized, Start
 from shardc.spec import Dim, ShardSpec, dim_axes
 
 
@@ -36,13 +36,23 @@ def localise(
     new, named = list(args), dict(kwargs)
     for key, how in rule.sized.items():
         if isinstance(key, int):
-            new[key] = _local(target, how, result_specs, new[key])
+            new[key] = _local(target, how, result_specs, operand_specs, new[key])
         else:
-            named[key] = _local(target, how, result_specs, named[key])
+            named[key] = _local(target, how, result_specs, operand_specs, named[key])
     return tuple(new), named
 
 
-def _local(target: torch._ops.OpOverload, how: Sized, specs: Sequence[ShardSpec | None], old: Any) -> Any:
+def _local(
+    target: torch._ops.OpOverload,
+    how: Sized,
+    specs: Sequence[ShardSpec | None],
+    operands: Sequence[ShardSpec],
+    old: Any,
+) -> Any:
+    if isinstance(how, Start):
+        owner = specs[how.tensor] if how.of_result else operands[how.tensor]
+        assert owner is not None
+        return LocalStart(owner.dims[how.dim]) if dim_axes(owner.dims[how.dim]) else old
     if isinstance(how, Shape):
         spec = specs[how.result]
         if spec is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from shardc.rules.call import Builder, Call, Draft, sets
+from shardc.rules.call import Builder, Call, Draft, rising, sets
 from shardc.rules.rule import SUM, WHOLE, DimFactors, Rule, parse_factors
 
 
@@ -43,7 +43,12 @@ def added(batch: bool) -> Builder:
         out = [*lead, i, j]
         zero = isinstance(call["beta"], (int, float)) and call["beta"] == 0
         linear = "1 | 2" if zero else "0&1 | 0&2"
-        return draft.rule([draft.broadcast(bias.shape, out), [*lead, i, k], [*lead, k, j]], [out], sets(linear))
+        return draft.rule(
+            [draft.broadcast(bias.shape, out), [*lead, i, k], [*lead, k, j]],
+            [out],
+            sets(linear),
+            orders=rising(0) if call["beta"] == 1 else (),
+        )
 
     return build
 
@@ -52,7 +57,9 @@ def addmv(call: Call) -> Rule:
     draft = Draft(call)
     bias, a, b = call.operands
     i, k = draft.new(a.shape[0]), draft.new(b.shape[0], WHOLE)
-    return draft.rule([draft.broadcast(bias.shape, [i]), [i, k], [k]], [[i]], sets("0&1 | 0&2"))
+    return draft.rule(
+        [draft.broadcast(bias.shape, [i]), [i, k], [k]], [[i]], sets("0&1 | 0&2"), orders=rising(0) if call["beta"] == 1 else ()
+    )
 
 
 TABLE: dict[str, Builder] = {

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from shardc.rules.call import Builder, Call, Draft, sets
+from shardc.rules.call import Builder, Call, Draft, choosing, falling, rising, sets
 from shardc.rules.rule import Rule
 
 LINEAR: dict[str, str] = {
@@ -72,6 +72,57 @@ NONLINEAR = """
 """Nonlinear ones, and the random ones that take their shape from an operand (the draw itself is the runtime's)."""
 
 
+RISING = """
+    relu.default exp.default exp2.default expm1.default tanh.default sigmoid.default softplus.default elu.default
+    hardtanh.default hardsigmoid.default erf.default sign.default sgn.default floor.default ceil.default round.default
+    round.decimals trunc.default clamp.default clamp_min.default clamp_max.default atan.default sinh.default asinh.default
+    celu.default softshrink.default hardshrink.default add.Scalar sub.Scalar special_log_ndtr.default _to_copy.default
+    positive.default relu6.default deg2rad.default rad2deg.default special_ndtr.default addcmul.default addcdiv.default
+    masked_fill.Scalar
+"""
+"""What rises in its first operand, whatever its value: a pending maximum of the operand is one of the result, and so is a
+minimum. Not those that have no value for some numbers (`log`, `sqrt`): a term of a maximum may be such a number."""
+FALLING = "neg.default erfc.default rsub.Scalar"
+BOTH = {
+    "add.Tensor": rising(0, 1),
+    "sub.Tensor": (*rising(0), *falling(1)),
+    "rsub.Tensor": (*falling(0), *rising(1)),
+    "logaddexp.default": rising(0, 1),
+    "logaddexp2.default": rising(0, 1),
+    "where.self": choosing(1, 2),
+    "where.ScalarSelf": choosing(1),
+    "where.ScalarOther": choosing(1),
+    "masked_fill.Tensor": choosing(0, 2),
+    "clamp.Tensor": rising(0, 1, 2),
+    **{
+        f"{name}.{kind}": (*rising(0), *(falling(1) if kind == "Tensor" else ()))
+        for name in ("gt", "ge")
+        for kind in ("Tensor", "Scalar")
+    },
+    **{
+        f"{name}.{kind}": (*falling(0), *(rising(1) if kind == "Tensor" else ()))
+        for name in ("lt", "le")
+        for kind in ("Tensor", "Scalar")
+    },
+    **{
+        name: (*choosing(0, 1, kinds=("max",)), *rising(0, 1))
+        for name in ("maximum.default", "fmax.default", "clamp_min.Tensor")
+    },
+    **{
+        name: (*choosing(0, 1, kinds=("min",)), *rising(0, 1))
+        for name in ("minimum.default", "fmin.default", "clamp_max.Tensor")
+    },
+}
+"""What rises or falls in its operands, or chooses among them."""
+
+
+def _orders(name: str, scalar: object = None) -> tuple[tuple[frozenset[int], str, str], ...]:
+    """`Rule.orders` of an elementwise operator; `scalar`: what it multiplies with or divides by."""
+    if isinstance(scalar, (int, float)) and name in ("mul.Scalar", "div.Scalar", "mul.Tensor", "div.Tensor"):
+        return rising(0) if scalar > 0 else falling(0) if scalar < 0 else ()
+    return BOTH.get(name) or (rising(0) if name in RISING.split() else falling(0) if name in FALLING.split() else ())
+
+
 def pointwise(linear: str = "") -> Builder:
     """All operands broadcast to the shape of the results."""
     positions = sets(linear)
@@ -85,7 +136,10 @@ def pointwise(linear: str = "") -> Builder:
             if r is not None and r.shape != shape and r.numel:
                 raise call.refuse(f"results of shapes {list(shape)} and {list(r.shape)} are not elementwise")
         results = [None if r is None else dims if r.shape == shape else draft.fresh(r.shape) for r in call.results]
-        return draft.rule(operands, results, positions)
+        ordered = all(not t.dtype.is_complex for t in call.operands)
+        scalar = call["other"] if "other" in call else None  # noqa: SIM401 (a Call is no dict)
+        orders = _orders(call.name.removeprefix("aten."), scalar) if ordered else ()
+        return draft.rule(operands, results, positions, orders=orders)
 
     return build
 
@@ -95,7 +149,8 @@ def cast(call: Call) -> Rule:
     same = call.results[0] is not None and call.results[0].dtype == call.operands[0].dtype
     draft = Draft(call)
     dims = draft.fresh(call.operands[0].shape)
-    return draft.rule([dims], [dims], sets("0"), any_partial=same)
+    orders = rising(0) if call.operands[0].dtype.is_floating_point and call.results[0].dtype.is_floating_point else ()  # type: ignore[union-attr]
+    return draft.rule([dims], [dims], sets("0"), any_partial=same, orders=() if same else orders)
 
 
 def masked_fill(call: Call) -> Rule:

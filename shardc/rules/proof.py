@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -96,6 +96,10 @@ def prove(
         found = _partial(op, args, kwargs, results, frozenset({0}), reduction)
         if found:
             fail(f"partial {reduction} of operand 0 passes", found)
+    for held, before, after in rule.orders:
+        found = _partial(op, args, kwargs, results, held, before, after)
+        if found:
+            fail(f"partial {before} of {sorted(held)} gives {after}", found)
     return out
 
 
@@ -109,9 +113,9 @@ def prove_layout(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any] | None, 
 # -- partial operands ------------------------------------------------------------------------------------------------------
 
 
-def terms(x: Tensor, reduction: str, n: int = 3) -> list[Tensor]:
-    """Unequal parts of a partial value, as it would be on n ranks."""
-    generator = torch.Generator().manual_seed(x.numel())
+def terms(x: Tensor, reduction: str, n: int = 3, salt: int = 0) -> list[Tensor]:
+    """Unequal parts of a partial value, as it would be on n ranks; operands of one call take different `salt`."""
+    generator = torch.Generator().manual_seed(x.numel() + 7919 * salt)
 
     def noise(lo: int, hi: int) -> Tensor:
         return torch.randint(lo, hi, x.shape, generator=generator).to(x.dtype)
@@ -125,12 +129,18 @@ def terms(x: Tensor, reduction: str, n: int = 3) -> list[Tensor]:
 
 
 def _partial(
-    op: Op, args: Sequence[Any], kwargs: Mapping[str, Any], results: list[Tensor | None], linear: frozenset[int], reduction: str
+    op: Op,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    results: list[Tensor | None],
+    linear: frozenset[int],
+    reduction: str,
+    after: str | None = None,
 ) -> str:
     operands = tensor_operands(args, kwargs, is_tensor)
     if any(operands[k].dtype == torch.bool or reduction != "sum" and operands[k].is_complex() for k in linear):
         return ""  # no partial value is of such a dtype
-    cut = {k: terms(operands[k], reduction) for k in linear}
+    cut = {k: terms(operands[k], reduction, salt=k) for k in linear}
     parts = []
     for rank in range(3):
         own = [cut[k][rank] if k in cut else x for k, x in enumerate(operands)]
@@ -139,90 +149,10 @@ def _partial(
     for k, whole in enumerate(results):
         pieces = [p[k] for p in parts]
         if whole is not None:  # infinities and nans of the whole do not come from sums
-            out, finite = reduce([p for p in pieces if p is not None], reduction), torch.isfinite(whole)
+            out, finite = reduce([p for p in pieces if p is not None], after or reduction), torch.isfinite(whole)
             if out.shape != whole.shape:
                 return f"result {k} has shape {list(out.shape)}, not {list(whole.shape)}"
             found = differs(torch.where(finite, out, 0), torch.where(finite, whole, 0))
             if found:
                 return f"result {k} {found}"
     return ""
-
-
-# -- what a rule does not say ----------------------------------------------------------------------------------------------
-
-Placement = str | int
-"""Over one axis: "whole", "sum" (partial), or the dim that is split."""
-
-
-def missing(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None, limit: int = 2000) -> list[str]:
-    """One-axis layouts of operands and results that hold on this data and that the rule does not know.
-
-    Each reads ``0, whole -> 1``: operand 0 split in its dim 0, operand 1 whole, the result split in its dim 1.
-    Layouts with all operands whole are left out, as are those in which no operand is whole and all are partial.
-    """
-    kwargs = dict(kwargs or {})
-    rule, results = rule_of(op, args, kwargs)
-    operands = tensor_operands(args, kwargs, is_tensor)
-    choices: list[list[Placement]] = []
-    for x in operands:
-        sums: list[Placement] = ["sum"] if x.dtype.is_floating_point else []
-        choices.append(["whole", *sums, *(k for k, n in enumerate(x.shape) if n > 1)])
-    known = set(_known(rule))
-    out = []
-    for layout in itertools.islice(itertools.product(*choices), limit):
-        if all(p == "whole" for p in layout):
-            continue
-        parts = _run_layout(op, args, kwargs, layout, operands)
-        if parts is None:
-            continue
-        found = [_layout_of(whole, [p[k] for p in parts]) for k, whole in enumerate(results)]
-        if all(f is not None for f in found) and layout not in known:
-            out.append(f"{', '.join(map(str, layout))} -> {', '.join(map(str, found))}")
-    return out
-
-
-def _known(rule: Rule) -> Iterator[tuple[Placement, ...]]:
-    for f in rule.sizes:
-        if rule.kind(f) != WHOLE:
-            yield tuple(next((k for k, d in enumerate(t) if d[:1] == (f,)), "whole") for t in rule.operands)
-    for linear in (*rule.linear, *([frozenset({0})] if rule.any_partial else [])):
-        yield tuple("sum" if k in linear else "whole" for k in range(len(rule.operands)))
-
-
-def _run_layout(
-    op: Op, args: Sequence[Any], kwargs: Mapping[str, Any], layout: Sequence[Placement], operands: Sequence[Tensor]
-) -> list[list[Tensor | None]] | None:
-    """Results of two ranks; None where the operator does not take such parts."""
-    cuts: list[list[Tensor]] = []
-    for x, place in zip(operands, layout, strict=True):
-        if isinstance(place, int):
-            border = -(-x.shape[place] // 2)
-            cuts.append([x.narrow(place, 0, border), x.narrow(place, border, x.shape[place] - border)])
-        else:
-            cuts.append([x, x] if place == "whole" else terms(x, "sum", 2))
-    parts = []
-    for rank in range(2):
-        local = map_operands(args, kwargs, fed([cut[rank] for cut in cuts]), is_tensor)
-        try:
-            parts.append(flat(op(*local[0], **local[1])))
-        except (RuntimeError, IndexError, ValueError):
-            return None
-    return parts
-
-
-def _layout_of(whole: Tensor | None, pieces: list[Tensor | None]) -> Placement | None:
-    if whole is None:
-        return "whole"
-    a, b = pieces
-    if a is None or b is None:
-        return None
-    if not differs(a, whole) and not differs(b, whole):
-        return "whole"
-    if a.shape == b.shape == whole.shape and not differs(a + b, whole):
-        return "sum"
-    for k in range(whole.dim()):
-        rest = [n for i, n in enumerate(whole.shape) if i != k]
-        fits = all([n for i, n in enumerate(p.shape) if i != k] == rest for p in (a, b))
-        if fits and not differs(torch.cat([a, b], k), whole):
-            return k
-    return None

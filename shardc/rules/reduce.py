@@ -17,7 +17,9 @@ def reduction(kind: str, linear: str = "", name: str = "dim") -> Builder:
         dims = [draft.new(n, kind if k in reduced else "pass") for k, n in enumerate(shape)]
         keep = "keepdim" in call and bool(call["keepdim"])
         left = [() if k in reduced else d for k, d in enumerate(dims) if keep or k not in reduced]
-        return draft.rule([dims], [left] * len(call.results), positions)
+        floating = all(r is None or r.dtype.is_floating_point for r in call.results)
+        orders = ((frozenset({0}), kind, kind),) if kind in (MAX, MIN) and floating else ()
+        return draft.rule([dims], [left] * len(call.results), positions, orders=orders)
 
     return build
 

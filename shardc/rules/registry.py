@@ -10,7 +10,23 @@ import torch
 
 from shardc.errors import RuleError
 from shardc.program import Types
-from shardc.rules import attention, create, index, joins, linalg, losses, matmul, nn, optim, pointwise, reduce, views, windows
+from shardc.rules import (
+    attention,
+    create,
+    index,
+    joins,
+    linalg,
+    lookup,
+    losses,
+    matmul,
+    nn,
+    optim,
+    others,
+    pointwise,
+    reduce,
+    views,
+    windows,
+)
 from shardc.rules.call import Builder, Call, Draft, overload, sets
 from shardc.rules.rule import KINDS, DimFactors, Rule, parse_factors
 
@@ -21,12 +37,14 @@ TABLES: dict[str, Mapping[str, Builder]] = {
     "views": views.TABLE,
     "joins": joins.TABLE,
     "index": index.TABLE,
+    "lookup": lookup.TABLE,
     "create": create.TABLE,
     "nn": nn.TABLE,
     "attention": attention.TABLE,
     "windows": windows.TABLE,
     "linalg": linalg.TABLE,
     "losses": losses.TABLE,
+    "others": others.TABLE,
     "optim": optim.TABLE,
 }
 BUILT_IN: Mapping[str, Builder] = {name: builder for table in TABLES.values() for name, builder in table.items()}

@@ -25,6 +25,15 @@ class Shape:
 
 
 @dataclass(frozen=True)
+class Start:
+    """An argument that is where the local part of one dim begins: of a result, or of an operand."""
+
+    tensor: int
+    dim: int
+    of_result: bool = False
+
+
+@dataclass(frozen=True)
 class Extent:
     """A size argument, or an entry of one, that is the local size of one dim of a result."""
 
@@ -32,7 +41,7 @@ class Extent:
     dim: int
 
 
-Sized = Shape | Extent | tuple[Extent, ...]
+Sized = Shape | Start | Extent | tuple[Extent, ...]
 
 
 @dataclass(frozen=True)
@@ -49,6 +58,8 @@ class Rule:
         linear: sets of operand positions. If, over one axis, exactly the operands of one set are partial sums (and the
             others are not partial), every result is a partial sum over that axis.
         any_partial: operand 0 may be partial with *any* reduction and the result keeps it (views, copies).
+        orders: (operand positions, max or min, max or min): if, over one axis, exactly these operands are partial maxima (or
+            minima), every result is a partial maximum (or minimum) over it. What rises or falls in an element has these.
         sized: arguments that hold sizes and must be localised: argument position (int) or keyword -> what it is the size of.
             See `shardc.rules.localise`.
     """
@@ -60,6 +71,13 @@ class Rule:
     linear: tuple[frozenset[int], ...] = ()
     any_partial: bool = False
     sized: Mapping[int | str, Sized] = field(default_factory=dict)
+    orders: tuple[tuple[frozenset[int], str, str], ...] = ()
+
+    def through(self, held: frozenset[int], reduction: str) -> str | None:
+        """The pending reduction of the results where exactly the operands of `held` have one; None: it has to be made first."""
+        if (reduction == "sum" and held in self.linear) or (self.any_partial and held == {0}):
+            return reduction
+        return next((out for where, kind, out in self.orders if where == held and kind == reduction), None)
 
     def kind(self, factor: str) -> str:
         return self.kinds.get(factor, PASS)
@@ -82,9 +100,26 @@ class Rule:
             tail.append("partial: any")
         if self.linear:
             tail.append("linear: " + " | ".join("&".join(map(str, sorted(s))) for s in self.linear))
+        if self.orders:
+            tail.append("order: " + " | ".join(_order_text(self.orders)))
         if self.sized:
             tail.append("sized: " + ", ".join(map(str, self.sized)))
         return "; ".join([f"{left}->{right}", *tail])
+
+
+def _order_text(orders: tuple[tuple[frozenset[int], str, str], ...]) -> list[str]:
+    """``0`` rises in operand 0, ``-1`` falls in operand 1, ``0&1 max`` takes the maximum of both."""
+    out = []
+    for held in dict.fromkeys(held for held, _, _ in orders):
+        pairs = {(a, b) for h, a, b in orders if h == held}
+        name = "&".join(map(str, sorted(held)))
+        if pairs == {("max", "max"), ("min", "min")}:
+            out.append(name)
+        elif pairs == {("max", "min"), ("min", "max")}:
+            out.append("-" + name)
+        else:
+            out += [f"{name} {a}" for a, _ in sorted(pairs)]
+    return out
 
 
 def _text(factors: Factors) -> str:

@@ -21,6 +21,13 @@ def networks() -> Iterator[Sample]:
     def call(op: Op, *args: Any, **kwargs: Any) -> Sample:
         return Sample(op, args, kwargs)
 
+    ours = torch.ops.shardc
+    at = torch.stack([index(4, 3, below=7), index(4, 3, below=5)], 2)
+    yield call(ours.embedding_part.default, ints(7, 5), index(4, 3, below=7), 0)
+    yield call(ours.embedding_backward_part.default, x, index(4, 3, below=7), 7, 2, 0)
+    yield call(ours.gather_part.default, ints(4, 3, 7), 2, at, 0)
+    yield call(ours.scatter_part.default, ints(4, 3, 7), 2, index(4, 3, 1, below=7), ints(4, 3, 1, hi=9), 0)
+    yield call(ours.scatter_add_part.default, ints(4, 3, 7), 2, at, ints(4, 3, 2), 0)
     for op in (aten._softmax, aten._log_softmax):
         yield call(op.default, x, 1, False)
     yield call(aten._safe_softmax.default, x, 1)
@@ -227,7 +234,8 @@ def updates() -> Iterator[Sample]:
                 args: list[Any] = []
                 for a in op._schema.arguments:
                     if str(a.type) == "Tensor":
-                        args.append(torch.tensor(2.0) if a.name == "step" else ints(*shape, lo=1, hi=6 + len(args)))
+                        numbers = ("step", "eta", "mu") if name == "shardc.asgd.default" else ("step",)
+                        args.append(torch.tensor(2.0) if a.name in numbers else ints(*shape, lo=1, hi=6 + len(args)))
                     else:
                         args.append(True if a.name == "decoupled" else False if str(a.type) == "bool" else 0.1)
                 yield Sample(op, tuple(args))

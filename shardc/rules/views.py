@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from shardc.rules.call import Builder, Call, Draft, sets
+from shardc.rules.call import Builder, Call, Draft, rising, sets
 from shardc.rules.rule import WHOLE, DimFactors, Rule, Shape
 
 
@@ -208,7 +208,7 @@ def whole_dims(name: str, last: int = 0) -> Builder:
         shape = call.operands[0].shape
         whole = call.dims(name, len(shape)) if name else range(len(shape) - last, len(shape))
         dims = [draft.new(n, WHOLE if k in whole else "pass") for k, n in enumerate(shape)]
-        return draft.rule([dims], [dims], sets("0"))
+        return draft.rule([dims], [dims], sets("0"), any_partial=bool(name), orders=rising(0) if last else ())
 
     return build
 
@@ -225,7 +225,7 @@ def pad(call: Call) -> Rule:
         touched = at < len(amounts) and any(a != 0 for a in amounts[at : at + 2])
         left.append(draft.new(n, WHOLE if touched else "pass"))
         right.append(draft.new(result.shape[k], WHOLE) if touched else left[-1])
-    return draft.rule([left], [right], sets("0" if call["value"] == 0 else ""))
+    return draft.rule([left], [right], sets("0" if call["value"] == 0 else ""), orders=rising(0))
 
 
 def backward_of_slice(call: Call) -> Rule:
@@ -241,14 +241,14 @@ def backward_of_slice(call: Call) -> Rule:
         left = [*right[:k], *right[k + 1 :]]
     else:
         left = [*right[:k], right[k] if full else draft.new(grad.shape[k], WHOLE), *right[k + 1 :]]
-    return draft.rule([left], [right], sets("0"), sized=call.sized("input_sizes", Shape()))
+    return draft.rule([left], [right], sets("0"), sized=call.sized("input_sizes", Shape()), orders=rising(0))
 
 
 def real_view(call: Call) -> Rule:
     """Complex numbers as pairs: one more dim."""
     draft = Draft(call)
     dims = draft.fresh(call.operands[0].shape)
-    return draft.rule([dims], [[*dims, draft.new(2, WHOLE)]], sets("0"))
+    return draft.rule([dims], [[*dims, draft.new(2, WHOLE)]], sets("0"))  # each half of a pending sum is one
 
 
 def complex_view(call: Call) -> Rule:
@@ -276,7 +276,7 @@ def diag_embed(call: Call) -> Rule:
     a, b = call.dim("dim1", rank), call.dim("dim2", rank)
     right = [draft.new(n, WHOLE if k in (a, b) else "pass") for k, n in enumerate(result.shape)]
     rest = [d for k, d in enumerate(right) if k not in (a, b)]
-    return draft.rule([[*rest, draft.new(call.operands[0].shape[-1], WHOLE)]], [right], sets("0"))
+    return draft.rule([[*rest, draft.new(call.operands[0].shape[-1], WHOLE)]], [right], sets("0"), orders=rising(0))
 
 
 def diagonal_backward(call: Call) -> Rule:
@@ -288,7 +288,7 @@ def diagonal_backward(call: Call) -> Rule:
     right = [draft.new(n, WHOLE if k in taken else "pass") for k, n in enumerate(result.shape)]
     rest = [d for k, d in enumerate(right) if k not in taken]
     left = [*rest, draft.new(call.operands[0].shape[-1], WHOLE)]
-    return draft.rule([left], [right], sets("0"), sized=call.sized("input_sizes", Shape()))
+    return draft.rule([left], [right], sets("0"), sized=call.sized("input_sizes", Shape()), orders=rising(0))
 
 
 def strided(call: Call) -> Rule:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from shardc.rules.call import Builder, Call, Draft, sets
+from shardc.rules.call import Builder, Call, Draft, rising, sets
 from shardc.rules.rule import SUM, WHOLE, DimFactors, Rule, Shape
 
 
@@ -23,7 +23,9 @@ def convolution(call: Call) -> Rule:
     kernel = draft.fresh(weight.shape[2:], WHOLE)
     operands = [[n, ci, *draft.fresh(x.shape[2:], WHOLE)], [*channels, *kernel], *([[co]] if biased else [])]
     linear = "0&2 | 1&2" if biased else "0 | 1"
-    return draft.rule(operands, [[n, co, *draft.fresh(result.shape[2:], WHOLE)]], sets(linear))
+    return draft.rule(
+        operands, [[n, co, *draft.fresh(result.shape[2:], WHOLE)]], sets(linear), orders=rising(2) if biased else ()
+    )
 
 
 def _weight_channels(
@@ -56,7 +58,7 @@ def convolution_backward(call: Call) -> Rule:
     )
 
 
-def windows(spatial: int, linear: str = "") -> Builder:
+def windows(spatial: int, linear: str = "", any_partial: bool = False) -> Builder:
     """Pooling and resizing: the last dims are whole, and each tensor has its own; batch and channels pass."""
     positions = sets(linear)
 
@@ -70,7 +72,9 @@ def windows(spatial: int, linear: str = "") -> Builder:
                 sizes[shape] = draft.fresh(shape[-spatial:], WHOLE)
             return [*lead, *sizes[shape]]
 
-        return draft.rule([dims(t.shape) for t in call.operands], [dims(r.shape) for r in call.results if r], positions)
+        return draft.rule(
+            [dims(t.shape) for t in call.operands], [dims(r.shape) for r in call.results if r], positions, any_partial
+        )
 
     return build
 
@@ -124,6 +128,9 @@ def unfold(call: Call) -> Rule:
     assert result is not None
     plain, cut = (result.shape, x.shape) if backward else (x.shape, result.shape)
     k = call.dim("dim" if backward else "dimension", len(plain))
+    if not plain:
+        window = [draft.new(cut[-1], WHOLE)]
+        return draft.rule([window if backward else []], [[] if backward else window])
     dims = [draft.new(n, WHOLE if i == k else "pass") for i, n in enumerate(plain)]
     parts = [*dims[:k], draft.new(cut[k], WHOLE), *dims[k + 1 :], draft.new(cut[-1], WHOLE)]
     if backward:
@@ -168,8 +175,8 @@ TABLE: dict[str, Builder] = {
     "aten._adaptive_avg_pool2d_backward.default": windows(2, "0"),
     "aten.adaptive_max_pool2d.default": windows(2),
     "aten.adaptive_max_pool2d_backward.default": windows(2, "0"),
-    "aten.upsample_nearest1d.default": windows(1, "0"),
-    "aten.upsample_nearest2d.default": windows(2, "0"),
+    "aten.upsample_nearest1d.default": windows(1, any_partial=True),
+    "aten.upsample_nearest2d.default": windows(2, any_partial=True),
     "aten.upsample_bilinear2d.default": windows(2, "0"),
     "aten.upsample_bicubic2d.default": windows(2, "0"),
     "aten._upsample_bicubic2d_aa.default": windows(2, "0"),
@@ -178,22 +185,22 @@ TABLE: dict[str, Builder] = {
     "aten.upsample_nearest2d_backward.default": resize_backward(2),
     "aten.upsample_bilinear2d_backward.default": resize_backward(2),
     "aten.upsample_bicubic2d_backward.default": resize_backward(2),
-    "aten.reflection_pad1d.default": windows(1, "0"),
-    "aten.reflection_pad2d.default": windows(2, "0"),
-    "aten.replication_pad2d.default": windows(2, "0"),
+    "aten.reflection_pad1d.default": windows(1, any_partial=True),
+    "aten.reflection_pad2d.default": windows(2, any_partial=True),
+    "aten.replication_pad2d.default": windows(2, any_partial=True),
     "aten._adaptive_avg_pool3d.default": windows(3, "0"),
     "aten._adaptive_avg_pool3d_backward.default": windows(3, "0"),
     "aten.upsample_linear1d.default": windows(1, "0"),
     "aten.upsample_linear1d_backward.default": resize_backward(1),
-    "aten.upsample_nearest3d.default": windows(3, "0"),
+    "aten.upsample_nearest3d.default": windows(3, any_partial=True),
     "aten.upsample_nearest3d_backward.default": resize_backward(3),
     "aten.upsample_trilinear3d.default": windows(3, "0"),
     "aten.upsample_trilinear3d_backward.default": resize_backward(3),
     "aten._upsample_bicubic2d_aa_backward.default": resize_backward(2),
     "aten._upsample_bilinear2d_aa_backward.default": resize_backward(2),
-    "aten.reflection_pad3d.default": windows(3, "0"),
-    "aten.replication_pad1d.default": windows(1, "0"),
-    "aten.replication_pad3d.default": windows(3, "0"),
+    "aten.reflection_pad3d.default": windows(3, any_partial=True),
+    "aten.replication_pad1d.default": windows(1, any_partial=True),
+    "aten.replication_pad3d.default": windows(3, any_partial=True),
     **{f"aten.{kind}_pad{n}d_backward.default": windows(n, "0") for kind in ("reflection", "replication") for n in (1, 2, 3)},
     "aten.pixel_shuffle.default": pixel_shuffle,
     "aten.pixel_unshuffle.default": pixel_shuffle,

@@ -14,10 +14,10 @@ from torch import Tensor
 from shardc import _torch
 from shardc.dtypes import identity
 from shardc.errors import RuntimeFailure
-from shardc.instructions import Compute, Local, LocalDim, Out, Ref
+from shardc.instructions import Compute, Local, LocalDim, LocalStart, Out, Ref
 from shardc.mesh import Coord, Mesh
 from shardc.ops import INPLACE
-from shardc.spec import ShardSpec, dim_axes
+from shardc.spec import ShardSpec, dim_axes, dim_start
 
 MODULES = ("math", "operator", "torch", "builtins")
 """Python modules whose functions may stand for operators on numbers."""
@@ -160,6 +160,8 @@ def evaluate(tree: Any, mesh: Mesh, coord: Coord, device: torch.device) -> Any:
         return list(tree.spec.local_shape(mesh, coord))
     if isinstance(tree, LocalDim):
         return math.prod(hi - lo for lo, hi in (f.interval(mesh, coord) for f in tree.dim))
+    if isinstance(tree, LocalStart):
+        return dim_start(tree.dim, mesh, coord)
     if isinstance(tree, torch.device):
         return device
     if isinstance(tree, (list, tuple)):

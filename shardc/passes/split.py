@@ -1,0 +1,128 @@
+"""split: operators that are fused while a dim is whole, written out where the plan splits it (part of propagate).
+
+Before: a node whose rule calls a dim whole, with an operand that is split there. After: the nodes of its split form, to be
+propagated in its place: nothing is gathered but numbers of one for each row.
+
+Example (tp=2): ``_log_softmax(x: [8, 6@tp], 1)`` becomes ``amax``, ``sub``, ``exp``, ``sum``, ``log``, ``sub``, with the
+maximum and the sum reduced over tp.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import fx
+
+from shardc.mesh import Mesh
+from shardc.passes.factors import choose, is_free, required
+from shardc.passes.graphs import is_cast, is_getitem, typed
+from shardc.passes.inline import Tracer, types_of
+from shardc.program import Program
+from shardc.rules.rule import WHOLE, Rule
+from shardc.spec import Dim, ShardSpec, dim_axes, split_dim
+
+
+def aligned(rule: Rule, specs: Sequence[ShardSpec], mesh: Mesh) -> list[ShardSpec] | None:
+    """How the operands of a split form shall lie; None where no dim that the rule calls whole is split.
+
+    An operand that is whole there, but could be sliced for nothing, is; all others stay as they are.
+    """
+    if not any(rule.kind(f) == WHOLE for f in rule.sizes) or not any(s.axes for s in specs):
+        return None
+    free = replace(rule, kinds={f: k for f, k in rule.kinds.items() if k != WHOLE})
+    busy = {axis for s in specs for axis, _ in s.partial}
+    split, _ = choose(free, specs, busy, mesh)
+    if all(rule.kind(f) != WHOLE for f in split):
+        return None
+    wanted = [required(factors, free, split, mesh) for factors in rule.operands]
+    return [w if not s.partial and is_free(s, w, mesh) else s for s, w in zip(specs, wanted, strict=True)]
+
+
+def wanted_result(program: Program, node: fx.Node) -> ShardSpec | None:
+    """The spec in which a gradient will rest: of the first pinned value along its only use, through sums and casts."""
+    for _ in range(4):
+        spec = program.info[node].spec
+        if isinstance(spec, ShardSpec):
+            return spec
+        if len(node.users) != 1:
+            return None
+        (user,) = node.users
+        same = program.is_tensor(user) and program.is_tensor(node) and program.type(user).shape == program.type(node).shape
+        if not same or not (is_cast(user) or "add" in str(user.target) or "mul" in str(user.target)):
+            return None
+        node = user
+    return None
+
+
+def made_split(rule: Rule, spec: ShardSpec, taken: set[str], mesh: Mesh) -> dict[str, Dim]:
+    """How the factors that only the result has are split where it will rest in `spec`, over axes that are not taken."""
+    given = {f for factors in rule.operands for names in factors for f in names}
+    out: dict[str, Dim] = {}
+    for dim, names in zip(spec.dims, rule.results[0] or (), strict=True):
+        parts = split_dim(dim, [rule.sizes[f] for f in names], mesh) if names and not given.issuperset(names) else None
+        for name, part in zip(names, parts or (), strict=False):
+            if name in given or rule.kind(name) == WHOLE:
+                continue
+            kept = tuple(replace(f, axes=_before(f.axes, taken)) for f in part)
+            if dim_axes(kept):
+                out[name] = kept
+                taken = taken | set(dim_axes(kept))
+    return out
+
+
+def _before(axes: tuple[str, ...], taken: set[str]) -> tuple[str, ...]:
+    """The major axes up to the first one that is taken."""
+    stop = next((k for k, a in enumerate(axes) if a in taken), len(axes))
+    return axes[:stop]
+
+
+def write_out(program: Program, node: fx.Node, tracer: Tracer) -> list[fx.Node]:
+    """Replace a node of a program by those of its split form, in place; returns the new ones, in order."""
+    args, kwargs = node.args, dict(node.kwargs)
+    graph = tracer.trace(node.target, typed(program.info, (args, kwargs)))
+    values: list[fx.Node] = []
+    fx.node.map_arg((args, kwargs), values.append)
+    feed, env, made = iter(values), {}, []
+    results: Any = None
+    with program.graph.inserting_before(node):
+        for inner in graph.nodes:
+            if inner.op == "placeholder":
+                env[inner] = next(feed)
+            elif inner.op == "output":
+                results = fx.node.map_aggregate(inner.args[0], lambda n: env[n] if isinstance(n, fx.Node) else n)
+            else:
+                new = program.graph.node_copy(inner, lambda n: env[n])
+                new.meta = {}
+                env[inner] = new
+                program.info[new] = program.info[node].but(type=types_of(inner.meta["val"]), spec=None)
+                made.append(new)
+    if isinstance(results, (tuple, list)):
+        for user in list(node.users):
+            assert is_getitem(user)
+            _stand_in(program, user, results[user.args[1]])  # type: ignore[index]
+    else:
+        _stand_in(program, node, results)
+    if node in program.info:
+        _forget(program, node)
+    return made
+
+
+def _stand_in(program: Program, old: fx.Node, new: fx.Node) -> None:
+    old.replace_all_uses_with(new)
+    program.info[new] = program.info[new].but(spec=program.info[old].spec, why=program.info[old].why)
+    for table in (program.exit, program.number_exit):
+        for key, value in table.items():
+            if value is old:
+                table[key] = new
+    if old in program.versions:
+        program.versions[new] = program.versions.pop(old)
+    program.results[:] = [new if n is old else n for n in program.results]
+    _forget(program, old)
+
+
+def _forget(program: Program, node: fx.Node) -> None:
+    program.info.pop(node)
+    program.versions.pop(node, None)
+    program.graph.erase_node(node)

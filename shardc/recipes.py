@@ -1,0 +1,105 @@
+"""Ready-made `params` for common families of models."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import nn
+
+from shardc.errors import OptionError
+from shardc.spec import P
+
+
+def megatron(model: nn.Module, axis: str = "tp") -> dict[str, P]:
+    """Tensor parallelism of a decoder as in Megatron-LM (Shoeybi et al. 2019): `params` for `shardc.compile`.
+
+    Found by structure, not by names. In each repeated layer, the linear layers that one module holds form a group:
+    the last one leads back to the model's width and is split by rows of its input (its product is a partial sum), the
+    others lead from the width and are split by columns, with their biases. The largest embedding, and a linear layer
+    onto as many outputs, are split over the vocabulary. What does not fit (a router, a group that does not begin and
+    end at the width) is left whole.
+
+    Args:
+        model: on any device, meta too.
+        axis: the mesh axis.
+
+    Returns:
+        Parameter name -> P. Tied weights are named once.
+
+    Raises:
+        OptionError: no embedding, or no layer with such a group.
+
+    Example: ``shardc.compile(step, mesh={"dp": 2, "tp": 2}, params=shardc.recipes.megatron(model))``
+    """
+    tables = [(name, m) for name, m in model.named_modules() if isinstance(m, nn.Embedding)]
+    if not tables:
+        raise OptionError(
+            "the model has no nn.Embedding, so it is no decoder that this recipe knows", hint="write `params` by hand"
+        )
+    vocabulary, table = max(tables, key=lambda t: t[1].num_embeddings)
+    width = table.embedding_dim
+    out: dict[str, P] = {}
+    inside: set[str] = set()
+    for layer in _layers(model):
+        for group in _groups(model, layer):
+            inside |= set(group)
+            linears = [(name, *_features(model.get_submodule(name))) for name in group]
+            *first, (last, _, ends) = linears
+            if len(group) < 2 or ends != width or any(starts != width for _, starts, _ in first):
+                continue
+            for name, _, _ in first:
+                out |= _split(model, name, axis, columns=True)
+            out |= _split(model, last, axis, columns=False)
+    if not out:
+        raise OptionError(
+            f"no layer with a group of linear layers from and to the model's width {width}", hint="write `params` by hand"
+        )
+    out[f"{vocabulary}.weight"] = P(axis, None)
+    for name, module in model.named_modules():
+        if name not in inside and isinstance(module, nn.Linear) and module.out_features == table.num_embeddings:
+            out |= _split(model, name, axis, columns=True)
+    named = {name for name, _ in model.named_parameters()}  # a tied weight has the name that comes first
+    return {name: p for name, p in out.items() if name in named}
+
+
+def _layers(model: nn.Module) -> Iterator[str]:
+    """Paths of the members of the outermost lists of layers."""
+    lists: list[str] = []
+    for name, module in model.named_modules():
+        if isinstance(module, nn.ModuleList) and not any(name.startswith(outer + ".") for outer in lists):
+            lists.append(name)
+            yield from (f"{name}.{child}" for child, _ in module.named_children())
+
+
+def _groups(model: nn.Module, layer: str) -> Iterator[list[str]]:
+    """The linear layers that each module of a layer holds itself, in order of registration."""
+    for name, module in model.get_submodule(layer).named_modules(prefix=layer):
+        own = [f"{name}.{child}" for child, m in module.named_children() if _is_linear(m)]
+        if own:
+            yield own
+
+
+def _is_linear(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear) or _is_transposed(module)
+
+
+def _is_transposed(module: nn.Module) -> bool:
+    """A linear layer with its weight as [inputs, outputs], such as GPT-2's."""
+    weight, nf = getattr(module, "weight", None), getattr(module, "nf", None)
+    return isinstance(weight, nn.Parameter) and weight.dim() == 2 and nf == weight.shape[1]
+
+
+def _features(module: nn.Module) -> tuple[int, int]:
+    """Inputs and outputs of a linear layer."""
+    weight = module.get_parameter("weight")
+    a, b = weight.shape
+    return (a, b) if _is_transposed(module) else (b, a)
+
+
+def _split(model: nn.Module, name: str, axis: str, columns: bool) -> dict[str, P]:
+    module = model.get_submodule(name)
+    first = columns != _is_transposed(module)
+    out = {f"{name}.weight": P(axis, None) if first else P(None, axis)}
+    if columns and getattr(module, "bias", None) is not None:
+        out[f"{name}.bias"] = P(axis)
+    return out
