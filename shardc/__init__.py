@@ -3,6 +3,7 @@
 import importlib
 
 from shardc.api import CompiledStep, compile
+from shardc.checkpoint import load, save
 from shardc.errors import ShardcError
 from shardc.mesh import Mesh
 from shardc.ops.constrain import constrain
@@ -18,4 +19,4 @@ def __getattr__(name: str) -> object:
     raise AttributeError(f"module 'shardc' has no attribute {name!r}")
 
 
-__all__ = ["CompiledStep", "Mesh", "P", "Plan", "ShardSpec", "ShardcError", "compile", "constrain", "gathered"]
+__all__ = ["CompiledStep", "Mesh", "P", "Plan", "ShardSpec", "ShardcError", "compile", "constrain", "gathered", "load", "save"]

@@ -15,6 +15,7 @@ import torch
 
 from shardc import passes
 from shardc.capture import Captured, World, capture, observe, why
+from shardc.checkpoint.steps import Checkpoints
 from shardc.errors import CaptureError, OptionError, PlanError, ShardcError, StateError
 from shardc.hosts import Call, Host, LocalHost, ProcessHost, Streams
 from shardc.mesh import Mesh
@@ -129,6 +130,7 @@ class CompiledStep:
         self._watch = Watch()
         self._poisoned: str | None = None
         self._seed: int | None = options.seed
+        self.checkpoints = Checkpoints()
 
     @property
     def plan(self) -> Plan:
@@ -160,9 +162,14 @@ class CompiledStep:
             instead(self, args, kwargs)
         if self._poisoned is not None:
             raise StateError(
-                f"the state is that of half a step: {self._poisoned}", hint="load a checkpoint into new objects, or stop"
+                f"the state is that of half a step: {self._poisoned}", hint="shardc.load(path, step) the last checkpoint, or stop"
             )
         world, host = self._seen(args, kwargs)
+        loading = self.checkpoints.loading
+        if loading is not None:
+            with host.together("checkpoint"):
+                loading.prepare(world.arguments, self.fn, host.ranks)
+                world = self._observe(args, kwargs)
         static = [f"{p}: {v}" for p, v in world.signature.items() if p not in world.inputs]
         call = host.meet(world, self.options, self._signature(world), lambda: "\n".join(static))
         variant = self._find(world, call)
@@ -172,13 +179,18 @@ class CompiledStep:
                 variant = self._compile(args, kwargs, world, call, host)
             host.agree({"plan": variant.plan.hash, "program": str(variant.captured.program)})
             self.variants.append(variant)
-        if new or not self._arguments:
+        if new or not self._arguments or loading is not None:
             owners = [*world.arguments.values(), *(o.value for o in world.outside)]
             with host.together("state"):
-                moved = host.place(world, variant.plan, owners)
+                moved = host.place(world, variant.plan, owners, loading)
             host.agree({"state": "in place"})
             if moved:
                 world = self._observe(args, kwargs)
+        if loading is not None:
+            self._poisoned = "a checkpoint was loaded in part"
+            with host.together("checkpoint"):
+                loading.fill(world.arguments, self.fn, host.ranks)
+            self._poisoned = self.checkpoints.loading = None
         self._arguments = world.arguments
         out = self._run(variant, world, call, host)
         if variant.captured.effects.created or variant.captured.effects.deleted or variant.calls == 1:
@@ -322,6 +334,10 @@ class CompiledStep:
             out[path] = mine if scale == 1 else TensorType((mine.shape[0] * scale, *mine.shape[1:]), mine.dtype)
         check_rows(out, self.options)
         return out
+
+    def changed_numbers(self) -> set[str]:
+        """Paths of plain attributes that steps so far have changed (a counter on the model)."""
+        return {p for v in self.variants for p in (*v.captured.carried, *v.captured.effects.assigned)}
 
     # -- state -----------------------------------------------------------------------------------------------------
 
