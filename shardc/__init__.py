@@ -5,6 +5,7 @@ import importlib
 from shardc.api import CompiledStep, compile
 from shardc.checkpoint import load, save
 from shardc.errors import ShardcError
+from shardc.init import init
 from shardc.mesh import Mesh
 from shardc.ops.constrain import constrain
 from shardc.plan import Plan
@@ -19,4 +20,4 @@ def __getattr__(name: str) -> object:
     raise AttributeError(f"module 'shardc' has no attribute {name!r}")
 
 
-__all__ = ["CompiledStep", "Mesh", "P", "Plan", "ShardSpec", "ShardcError", "compile", "constrain", "gathered", "load", "save"]
+__all__ = ["CompiledStep", "Mesh", "P", "Plan", "ShardSpec", "ShardcError", "compile", "constrain", "gathered", "init", "load", "save"]

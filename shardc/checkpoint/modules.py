@@ -53,12 +53,14 @@ def load_module(path: Path, module: nn.Module) -> None:
 
 
 def _prefix(flat: Flat, source: Source) -> str:
-    """What stands before a module's names in a source: nothing, or the first that makes all of them known."""
+    """What stands before a module's names in a source: nothing, or the one prefix that makes all of them known (where several
+    do, a part of another model would be taken for this one)."""
     names = list(flat.tensors)
     if not names or names[0] in source.tensors:
         return ""
-    fitting = [k[: -len(names[0])] for k in source.tensors if k.endswith(f".{names[0]}")]
-    return next((p for p in fitting if all(p + n in source.tensors for n in names)), "")
+    ends = [k[: -len(names[0])] for k in source.tensors if k.endswith(f".{names[0]}")]
+    fitting = [p for p in ends if all(p + n in source.tensors for n in names)]
+    return fitting[0] if len(fitting) == 1 else ""
 
 
 def save_module(path: Path, module: nn.Module) -> None:
