@@ -8,7 +8,6 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from shardc._torch import FakeTensor
 from shardc.capture.walk import walk_world
 from shardc.errors import StateError
 from shardc.options import Options
@@ -30,7 +29,7 @@ class _Drawn:
         self.recorder = recorder
 
     def gives(self, t: Tensor) -> bool:
-        return isinstance(t, FakeTensor)
+        return t.is_meta
 
     def replaces(self, t: Tensor) -> bool:
         return False
@@ -39,14 +38,8 @@ class _Drawn:
         value = self.recorder.value(t).detach().to(device)
         if isinstance(t, nn.Parameter):
             value = nn.Parameter(value, t.requires_grad)
-        value.__dict__.update({k: v for k, v in t.__dict__.items() if k not in _FAKE})
+        value.__dict__.update(t.__dict__)
         return value
-
-
-_FAKE = frozenset(
-    ("fake_device", "fake_mode", "constant", "_is_param", "pytype", "dispatch_keys", "_nonzero_memo", "_item_memo",
-     "_unique_memo", "_unique_consecutive_memo", "nested_int_memo", "real_tensor", "_fake_device", "_mode_key")
-)  # fmt: skip
 
 
 def init(make_model: Callable[[], M], step: Any = None, **options: Any) -> M:
