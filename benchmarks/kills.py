@@ -14,8 +14,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
-from test_checkpoint import kill_during_saves  # noqa: E402
-from test_restarts import check_restart, reference  # noqa: E402
+from test_checkpoint import kill_during_saves
+from test_restarts import check_restart, reference
 
 
 def main() -> int:

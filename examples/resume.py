@@ -1,4 +1,4 @@
-"""Train a small network that survives the death of a rank: torchrun starts all ranks anew, and they go on from the last checkpoint.
+"""Train a small network that survives the death of a rank: torchrun starts all anew, from the last checkpoint.
 
     torchrun --nproc-per-node 2 --max-restarts 3 examples/resume.py --checkpoint out/resume
     torchrun --nproc-per-node 4 examples/resume.py --checkpoint out/resume --steps 80      # later, on more ranks
@@ -37,7 +37,7 @@ def make_model() -> nn.Module:
 
 
 def batch(step: int, rows: int = 13) -> tuple[Tensor, Tensor]:
-    """This rank's rows of the global batch of a step: a function of the step alone, so that a resumed run sees the same data."""
+    """This rank's rows of the batch of a step: a function of the step alone, so that a resumed run sees the same data."""
     x = torch.randn(rows, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
     y = torch.stack([x.sum(1), x.prod(1), x.norm(dim=1)], 1)
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))

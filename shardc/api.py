@@ -162,7 +162,7 @@ class CompiledStep:
             instead(self, args, kwargs)
         if self._poisoned is not None:
             raise StateError(
-                f"the state is that of half a step: {self._poisoned}", hint="shardc.load(path, step) the last checkpoint, or stop"
+                f"the state is that of half a step: {self._poisoned}", hint="shardc.load(path, step) a checkpoint, or stop"
             )
         world, host = self._seen(args, kwargs)
         loading = self.checkpoints.loading

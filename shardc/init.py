@@ -68,7 +68,8 @@ def init(make_model: Callable[[], M], step: Any = None, **options: Any) -> M:
         raise StateError(f"shardc.init takes a step or options ({', '.join(options)}), not both", hint="leave the options out")
     found: Options = step.options if step is not None else Options.of(options)
     ranks = setup(found.mesh)
-    agree(ranks, {"random generator before shardc.init (torch.manual_seed on all ranks)": str(fingerprint(torch.get_rng_state()))})
+    generator = str(fingerprint(torch.get_rng_state()))
+    agree(ranks, {"random generator before shardc.init (torch.manual_seed on all ranks)": generator})
     with Recorder() as recorder:
         model = make_model()
     if not isinstance(model, nn.Module):

@@ -201,7 +201,8 @@ def kill_during_saves(folder: Path, count: int, seed: int) -> list[int]:
     draw, steps = random.Random(seed), []
     for _ in range(count):
         command = [sys.executable, "-c", KILLED, str(folder), str(HERE)]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}) as process:
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
             assert process.stdout is not None
             for line in process.stdout:
                 if line == "saved 1\n":

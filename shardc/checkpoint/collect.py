@@ -1,4 +1,4 @@
-"""Everything that a checkpoint of a step holds: found by the walk that capture uses, so that nothing the step keeps is missed."""
+"""Everything that a checkpoint of a step holds: found by the walk that capture uses, so that nothing is missed."""
 
 from __future__ import annotations
 

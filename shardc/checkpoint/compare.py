@@ -27,7 +27,7 @@ class Problems:
     unexpected: list[str] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
 
-    def refuse(self, where: str, hint: str = "build the model, optimizer and schedulers as they were when it was saved") -> None:
+    def refuse(self, where: str, hint: str = "build the model, optimizer and schedulers as when it was saved") -> None:
         """Raises `StateError` if there is any."""
         parts = [
             f"{title} {', '.join(keys[:_SHOWN])}" + (f" and {len(keys) - _SHOWN} more" if len(keys) > _SHOWN else "")

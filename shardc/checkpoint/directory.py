@@ -1,8 +1,8 @@
 """A checkpoint on disk: a directory that is whole or not there.
 
 A save writes to ``NAME.new``, syncs every file, seals it with a manifest that has the size and checksum of each file, and only
-then renames: ``NAME`` to ``NAME.old``, ``NAME.new`` to ``NAME``, and removes the old one. Whenever a save is interrupted, at least
-one of the three is complete, and reading takes the newest complete one.
+then renames: ``NAME`` to ``NAME.old``, ``NAME.new`` to ``NAME``, and removes the old one. Whenever a save is interrupted, at
+least one of the three is complete, and reading takes the newest complete one.
 """
 
 from __future__ import annotations

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from shardc.capture.world import write
 from shardc.checkpoint.collect import SLOT, Content, collect
-from shardc.checkpoint.compare import Problems, compare
-from shardc.checkpoint.directory import METADATA, Manifest, damage, share
+from shardc.checkpoint.compare import compare
+from shardc.checkpoint.directory import Manifest, damage, share
 from shardc.checkpoint.pieces import Parts
 from shardc.checkpoint.sources import Source, Wanted, source_of
 from shardc.checkpoint.together import Together
@@ -86,8 +86,9 @@ class Loading:
                 found = both.all("checking the checkpoint", lambda: damage(self.folder, manifest, mine))
                 broken = [text for text in found if text]
                 if broken:
-                    raise StateError(f"{broken[0]}" + (f" ({len(broken)} such files)" if len(broken) > 1 else ""),
-                                     where=str(self.folder), hint="load an older checkpoint, or restore this one from a copy")  # fmt: skip
+                    more = f" ({len(broken)} such files)" if len(broken) > 1 else ""
+                    raise StateError(f"{broken[0]}{more}", where=str(self.folder),
+                                     hint="load an older checkpoint, or restore this one from a copy")  # fmt: skip
             self._source = both.all_own("opening the checkpoint", lambda: source_of(self.folder))
         return self._source
 
@@ -119,9 +120,9 @@ class Loading:
         for path, obj, own in content.objects:
             if not isinstance(obj, nn.Module) and not is_plain_optimizer(obj):
                 self._other(obj, ".".join(map(str, path)), own.tensors, source, ranks)
-        for path, value in (self.manifest.numbers if self.manifest is not None else {}).items():
-            if path in content.world.places:
-                write(*content.world.places[path], value)
+        for place, value in (self.manifest.numbers if self.manifest is not None else {}).items():
+            if place in content.world.places:
+                write(*content.world.places[place], value)
         self._pending = {id(t): t for t in collect(arguments, fn).flat.tensors.values()}
         return bool(self._blank)
 
@@ -162,8 +163,8 @@ class Loading:
             for full in entries[i]:
                 name = full[len(base) :]
                 if full in values:
-                    made = functools.partial(self._entry, p, group, None, "", source)
-                    new[name] = filled(copy.deepcopy(source.value(full)), lambda k, full=full, made=made: made(f"{full}.{k}"))
+                    made = functools.partial(self._entry_in, p, group, source, full)
+                    new[name] = filled(copy.deepcopy(source.value(full)), made)
                 elif not any(full.startswith(f"{other}.") for other in entries[i] if other in values):
                     new[name] = self._entry(p, group, old.get(name), name, source, full)
             state[p] = new
@@ -180,6 +181,9 @@ class Loading:
             for full in source.tensors:
                 if full.startswith(base) and not isinstance(group.get(full[len(base) :]), Tensor):
                     group[full[len(base) :]] = self._small(source, full, torch.device("cpu"))
+
+    def _entry_in(self, p: Tensor, group: Mapping[str, Any], source: Source, full: str, hole: str) -> Tensor:
+        return self._entry(p, group, None, "", source, f"{full}.{hole}")
 
     def _entry(self, p: Tensor, group: Mapping[str, Any], old: Any, name: str, source: Source, full: str) -> Tensor:
         """The tensor of a piece of optimizer state: the one that is there, a new one, or one without memory yet."""
@@ -213,7 +217,9 @@ class Loading:
             full = f"{key}.{hole}"
             stored, like = source.tensors[full], live.get(full)
             fits = like is not None and tuple(like.shape) == stored.shape and not like.is_meta
-            out = torch.empty_like(like, dtype=stored.dtype) if fits and like is not None else torch.empty(stored.shape, dtype=stored.dtype)
+            plain = None if fits and like is not None else torch.empty(stored.shape, dtype=stored.dtype)
+            out = torch.empty_like(like, dtype=stored.dtype) if plain is None and like is not None else plain
+            assert out is not None
             part = parts.of(out)
             source.read([Wanted(full, part.local, part.pieces)])
             return out
@@ -236,6 +242,5 @@ class Loading:
 
 
 def _persistent(module: nn.Module) -> list[Tensor]:
-    return [
-        b for m in module.modules() for name, b in m._buffers.items() if b is not None and name not in m._non_persistent_buffers_set
-    ]
+    named = [(b, name in m._non_persistent_buffers_set) for m in module.modules() for name, b in m._buffers.items()]
+    return [b for b, gone in named if b is not None and not gone]

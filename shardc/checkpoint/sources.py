@@ -15,12 +15,17 @@ from typing import Any, Protocol
 import safetensors
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from shardc.checkpoint.directory import METADATA, MANIFEST
+from shardc.checkpoint.directory import MANIFEST, METADATA
 from shardc.checkpoint.pieces import Piece
 from shardc.checkpoint.tree import Flat
 from shardc.errors import StateError
@@ -44,9 +49,14 @@ class Wanted:
 
 
 class Source(Protocol):
-    tensors: Mapping[str, Stored]
-    values: Iterable[str]  # keys of everything that is not a tensor
     where: str
+
+    @property
+    def tensors(self) -> Mapping[str, Stored]: ...
+
+    @property
+    def values(self) -> Iterable[str]:
+        """Keys of everything that is not a tensor."""
 
     def read(self, wanted: Iterable[Wanted]) -> None:
         """Copy pieces of tensors into memory; casts to its dtype."""
@@ -82,7 +92,8 @@ class Distributed(LoadPlanner):
                              hint="load an older checkpoint") from error  # fmt: skip
         self._reader.set_up_storage_reader(metadata, False)
         order = {k: n for n, k in enumerate(metadata.planner_data or ())}  # as the writer had them, not as ranks wrote them
-        entries = dict(sorted(metadata.state_dict_metadata.items(), key=lambda item: order.get(item[0], len(order))))
+        found = metadata.state_dict_metadata
+        entries = {k: found[k] for k in sorted(found, key=lambda k: order.get(k, len(order)))}
         self._known = {k: m for k, m in entries.items() if isinstance(m, TensorStorageMetadata)}
         self.tensors = {k: Stored(tuple(m.size), m.properties.dtype) for k, m in self._known.items()}
         self.values = [k for k, m in entries.items() if isinstance(m, BytesStorageMetadata)]
@@ -198,7 +209,7 @@ class Safetensors:
     """A safetensors file, or a folder of them as transformers writes it."""
 
     def __init__(self, path: Path) -> None:
-        self.where, self.values = str(path), ()
+        self.where, self.values = str(path), tuple[str, ...]()
         if path.is_file():
             names = [path]
         elif (index := path / "model.safetensors.index.json").exists():
@@ -206,10 +217,10 @@ class Safetensors:
         else:
             names = sorted(path.glob("*.safetensors"))
         self._files: dict[str, Any] = {}
-        self.tensors = {}
+        self.tensors: dict[str, Stored] = {}
         for name in names:
             try:
-                opened = safetensors.safe_open(name, framework="pt")
+                opened: Any = safetensors.safe_open(name, framework="pt")
                 for key in opened.keys():  # noqa: SIM118 (not a dict)
                     part = opened.get_slice(key)
                     self._files[key] = opened

@@ -1,4 +1,4 @@
-"""Writing a checkpoint in the format of torch.distributed.checkpoint: each rank its pieces, rank 0 the metadata and the seal."""
+"""Writing a checkpoint in the format of torch.distributed.checkpoint: each rank its pieces, rank 0 metadata and seal."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import dataclasses
 import io
 import threading
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,8 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
 
@@ -142,7 +141,8 @@ class Saving:
     """
 
     def __init__(self, path: Path, content: Content, manifest: Manifest, ranks: Together) -> None:
-        self.path, self._error = path, None  # type: ignore[var-annotated]
+        self.path = path
+        self._error: Exception | None = None
         self._thread = threading.Thread(target=self._run, args=(path, content, manifest, ranks), name="shardc save")
         self._thread.start()
 
@@ -169,6 +169,7 @@ class Saving:
 
 def saving_group() -> dist.ProcessGroup:
     """A group of all ranks on which another thread may talk while steps run. Collective."""
-    return dist.new_group(backend="gloo")
+    group: dist.ProcessGroup = dist.new_group(backend="gloo")
+    return group
 
 

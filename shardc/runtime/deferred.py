@@ -63,27 +63,27 @@ class Call:
         return self.reads | self.writes
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """See the module's text. ``with Recorder() as r: model = make()``; then ``r.value(t)`` of any tensor made inside.
 
     Inside, tensors are on meta but say that they are on the device that they were made for.
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.calls: list[Call] = []
         self.devices: dict[int, torch.device] = {}
         self._keep: list[Any] = []  # the storages, so that no number comes again
         self._spoken = _Device(self)
 
     def __enter__(self) -> Recorder:
-        self._spoken.__enter__()
-        super().__enter__()
+        self._spoken.__enter__()  # type: ignore[no-untyped-call]
+        super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        self._spoken.__exit__(*error)
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self._spoken.__exit__(*error)  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -255,7 +255,7 @@ def _view(ref: Ref, memory: dict[int, Tensor]) -> Tensor:
         size = 1 + ref.offset + sum((n - 1) * s for n, s in zip(ref.shape, ref.stride, strict=True))
         memory[ref.storage] = torch.empty(size if 0 not in ref.shape else 0, dtype=ref.dtype, device=ref.device)
     base = memory[ref.storage].untyped_storage()
-    return torch.empty(0, dtype=ref.dtype, device=ref.device).set_(base, ref.offset, ref.shape, ref.stride)  # type: ignore[call-overload]
+    return torch.empty(0, dtype=ref.dtype, device=ref.device).set_(base, ref.offset, ref.shape, ref.stride)
 
 
 def _overwritten(op: Any, mutated: list[Tensor], inputs: list[Tensor]) -> int | None:
