@@ -2,11 +2,9 @@
 
     python benchmarks/memory.py                          # all models, ZeRO 0-3, both ends of zero_grad, 2 ranks
     python benchmarks/memory.py --models gpt2,t5 --zero 3 --after --ranks 2
-    python benchmarks/memory.py --operators              # temporaries of operators against the formulas of shardc.runtime.workspace
+    python benchmarks/memory.py --operators              # temporaries of operators against shardc.runtime.workspace
 
 Measured is what torch's profiler saw allocated within a step, on top of state and inputs. Models are randomly initialised.
-gloo's threads hold the buffers of a collective until they run again after it: on busy cores that is later than the step needs,
-at random, so the least of several steps counts.
 """
 
 from __future__ import annotations
@@ -14,6 +12,7 @@ from __future__ import annotations
 import argparse
 import functools
 import itertools
+import os
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -24,11 +23,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shardc
-from shardc.capture import observe
-from shardc.runtime.state import to_local
 from shardc.runtime.workspace import workspace_of
 from shardc.testing import run_ranks
-from shardc.testing.allocations import allocations, storage_bytes
+from shardc.testing.allocations import allocations, step_memory, storage_bytes
 
 Batch = tuple[Tensor, ...]
 Model = tuple[Callable[[], nn.Module], Callable[[], Batch], Callable[..., Tensor]]
@@ -58,18 +55,16 @@ def image_loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 def models() -> dict[str, Model]:
     import transformers as t
 
-    gpt2 = t.GPT2Config(vocab_size=500, n_positions=64, n_embd=96, n_layer=4, n_head=4, use_cache=False, bos_token_id=0, eos_token_id=1)
+    text: dict[str, Any] = {"vocab_size": 500, "use_cache": False}
+    gpt2 = t.GPT2Config(**text, n_positions=64, n_embd=96, n_layer=4, n_head=4, bos_token_id=0, eos_token_id=1)
     llama = t.LlamaConfig(
-        vocab_size=500, hidden_size=96, intermediate_size=208, num_hidden_layers=3, num_attention_heads=6, num_key_value_heads=2,
-        max_position_embeddings=64, use_cache=False,
+        **text, hidden_size=96, intermediate_size=208, num_hidden_layers=3, num_attention_heads=6, num_key_value_heads=2,
+        max_position_embeddings=64,
     )  # fmt: skip
-    t5 = t.T5Config(vocab_size=500, d_model=64, d_kv=16, d_ff=200, num_layers=2, num_heads=4, decoder_start_token_id=0, use_cache=False)
-    bert = t.BertConfig(
-        vocab_size=500, hidden_size=96, num_hidden_layers=3, num_attention_heads=4, intermediate_size=200, max_position_embeddings=64
-    )  # fmt: skip
-    vit = t.ViTConfig(
-        hidden_size=96, num_hidden_layers=3, num_attention_heads=4, intermediate_size=200, image_size=64, patch_size=8, num_labels=5
-    )  # fmt: skip
+    t5 = t.T5Config(**text, d_model=64, d_kv=16, d_ff=200, num_layers=2, num_heads=4, decoder_start_token_id=0)
+    wide: dict[str, Any] = {"hidden_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 200}
+    bert = t.BertConfig(**wide, vocab_size=500, max_position_embeddings=64)
+    vit = t.ViTConfig(**wide, image_size=64, patch_size=8, num_labels=5)
     resnet = t.ResNetConfig(embedding_size=16, hidden_sizes=[16, 32], depths=[2, 2], layer_type="basic", num_labels=5)
     bottleneck = t.ResNetConfig(embedding_size=16, hidden_sizes=[32, 64, 96], depths=[2, 2, 1], num_labels=5)
     return {
@@ -101,30 +96,18 @@ def train_step(before: bool, loss_of: Callable[..., Tensor]) -> Callable[..., Te
 
 @dataclass(frozen=True)
 class Measured:
-    """Bytes on one rank; `peak_at`, `base` and `stats` as the plan and the executor say, `resident` of state between steps."""
+    """On one rank: the plan's peak, the executor's and the profiler's, in bytes; and where the plan has it."""
 
     predicted: int
-    stats: int
+    executor: int
     measured: int
-    base: int
-    predicted_base: int
-    resident: int
-    total_state: int
     peak_at: str
 
-    @property
-    def error(self) -> float:
-        return self.measured / self.predicted - 1
 
-
-STEPS = 8
-"""Measured."""
-
-
-def rank(name: str, zero: int, before: bool, table: Callable[[], dict[str, Model]] = models) -> Measured:
+def rank(name: str, zero: int, before: bool) -> Measured:
     """Train two steps on this rank of the process group, and measure some more."""
     warnings.simplefilter("ignore")  # of the model library
-    make, batch, loss_of = table()[name]
+    make, batch, loss_of = models()[name]
     torch.manual_seed(0)
     model = make()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -133,21 +116,12 @@ def rank(name: str, zero: int, before: bool, table: Callable[[], dict[str, Model
     mine = tuple(t.tensor_split(size)[index].clone() for t in batch())
     for _ in range(2):
         step(model, optimizer, *mine)
-    peak = min(allocations(lambda: step(model, optimizer, *mine)).peak for _ in range(STEPS))
-    world = observe(step.fn, (model, optimizer, *mine), {})
-    state = [to_local(ref.get()) for ref in world.slots.values()]
-    constants = [t for v in step.variants for t in v.captured.constants.values() if isinstance(t, Tensor)]
-    base = storage_bytes([*state, *mine, *constants])
-    whole = sum(s.type.nbytes for s in step.plan.slots.values())
-    at = step.plan.memory
-    return Measured(
-        at.peak_bytes, step.stats.peak_bytes, base + peak, base, at.start_bytes, storage_bytes(state), whole, str(at.peak_at)
-    )
+    seen = step_memory(step, model, optimizer, *mine)
+    plan = step.plan.memory
+    return Measured(plan.peak_bytes, step.stats.peak_bytes, seen.peak, str(plan.peak_at))
 
 
 def _rank() -> tuple[int, int]:
-    import os
-
     return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 
 
@@ -163,11 +137,12 @@ def calls() -> Iterator[tuple[str, tuple[Any, ...]]]:
     """Operators that hold temporaries, on shapes that tell the formulas apart."""
     r = torch.randn
     for n, ci, h, co, k, s, groups, bias in [
-        (4, 3, 64, 16, 7, 2, 1, False), (4, 3, 64, 96, 8, 8, 1, True), (4, 16, 16, 16, 3, 1, 1, False), (4, 16, 16, 32, 3, 2, 1, False),
-        (4, 16, 16, 32, 1, 2, 1, False), (4, 16, 16, 32, 1, 1, 1, False), (16, 16, 16, 32, 1, 1, 1, False), (4, 8, 16, 8, 3, 1, 1, False),
-        (4, 24, 8, 24, 3, 1, 1, True), (4, 24, 8, 24, 3, 2, 1, False), (4, 10, 9, 13, 3, 1, 1, True), (4, 32, 9, 32, 3, 1, 32, False),
-        (4, 32, 9, 32, 3, 1, 4, False), (1, 32, 9, 64, 3, 1, 1, False), (1, 32, 40, 64, 3, 1, 1, False), (4, 64, 14, 128, 1, 2, 1, False),
-        (4, 64, 14, 128, 3, 2, 1, True), (32, 64, 14, 64, 3, 1, 1, True),
+        (4, 3, 64, 16, 7, 2, 1, False), (4, 3, 64, 96, 8, 8, 1, True), (4, 16, 16, 16, 3, 1, 1, False),
+        (4, 16, 16, 32, 3, 2, 1, False), (4, 16, 16, 32, 1, 2, 1, False), (4, 16, 16, 32, 1, 1, 1, False),
+        (16, 16, 16, 32, 1, 1, 1, False), (4, 8, 16, 8, 3, 1, 1, False), (4, 24, 8, 24, 3, 1, 1, True),
+        (4, 24, 8, 24, 3, 2, 1, False), (4, 10, 9, 13, 3, 1, 1, True), (4, 32, 9, 32, 3, 1, 32, False),
+        (4, 32, 9, 32, 3, 1, 4, False), (1, 32, 9, 64, 3, 1, 1, False), (1, 32, 40, 64, 3, 1, 1, False),
+        (4, 64, 14, 128, 1, 2, 1, False), (4, 64, 14, 128, 3, 2, 1, True), (32, 64, 14, 64, 3, 1, 1, True),
     ]:  # fmt: skip
         x, w, b = r(n, ci, h, h), r(co, ci // groups, k, k), r(co) if bias else None
         pad = 0 if k == s else k // 2
@@ -254,10 +229,9 @@ def main() -> None:
         found = run_ranks(options.ranks, several, [name], [int(z) for z in options.zero.split(",")], befores, timeout=600)
         for n, zero, before, m in found[0]:
             kept = "survive" if before else "do not"
-            print(
-                f"{n:11} {zero:4}  {kept:9} {m.predicted:12} {m.measured:12} {m.error:+8.3%} {m.stats / m.predicted - 1:+16.3%}  {m.peak_at}",
-                flush=True,
-            )
+            error, executor = m.measured / m.predicted - 1, m.executor / m.predicted - 1
+            row = f"{n:11} {zero:4}  {kept:9} {m.predicted:12} {m.measured:12} {error:+8.3%} {executor:+16.3%}"
+            print(f"{row}  {m.peak_at}", flush=True)
 
 
 if __name__ == "__main__":

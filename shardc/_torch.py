@@ -30,6 +30,8 @@ OPTIMIZER_LOOPS: dict[str, tuple[str, str]] = {
     "sgd": ("torch.optim.sgd", "_single_tensor_sgd"),
     "adagrad": ("torch.optim.adagrad", "_single_tensor_adagrad"),
     "rmsprop": ("torch.optim.rmsprop", "_single_tensor_rmsprop"),
+    "radam": ("torch.optim.radam", "_single_tensor_radam"),
+    "asgd": ("torch.optim.asgd", "_single_tensor_asgd"),
 }
 """The functions that do torch.optim's updates parameter by parameter (AdamW uses Adam's)."""
 
@@ -264,7 +266,7 @@ def profiled_memory(run: torch.profiler.profile) -> tuple[list[tuple[int, int]],
     changes, ranges = [], []
     for e in run.profiler.kineto_results.events():
         if e.name() == "[memory]":
-            changes.append((e.start_ns(), e.nbytes()))
+            changes.append((e.start_ns(), e.nbytes()))  # type: ignore[attr-defined]
         else:
             ranges.append((e.start_ns(), e.start_ns() + e.duration_ns(), e.name(), str(e.shapes())))
     return sorted(changes), sorted(ranges, key=lambda r: (r[0], -r[1]))
@@ -308,3 +310,9 @@ def without_mkldnn() -> Iterator[None]:
         yield
     finally:
         torch._C._set_mkldnn_enabled(before)
+
+
+def references(t: Tensor) -> int:
+    """How many hold the tensor, in Python (once) and in C++."""
+    count: int = t._use_count()  # type: ignore[attr-defined]
+    return count

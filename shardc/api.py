@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import dataclasses
 import functools
 import os
+import re
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -17,7 +19,7 @@ from shardc import passes
 from shardc.capture import Captured, World, capture, observe, why
 from shardc.checkpoint.steps import Checkpoints
 from shardc.errors import CaptureError, OptionError, PlanError, ShardcError, StateError
-from shardc.hosts import Call, Host, LocalHost, ProcessHost, Streams
+from shardc.hosts import Call, Host, LocalHost, ProcessHost, Streams, check_rows, row_axes
 from shardc.mesh import Mesh
 from shardc.options import Options
 from shardc.plan import Plan, build
@@ -170,8 +172,7 @@ class CompiledStep:
             with host.together("checkpoint"):
                 loading.prepare(world.arguments, self.fn, host.ranks)
                 world = self._observe(args, kwargs)
-        static = [f"{p}: {v}" for p, v in world.signature.items() if p not in world.inputs]
-        call = host.meet(world, self.options, self._signature(world), lambda: "\n".join(static))
+        call = host.meet(world, self.options, self._signature(world), lambda: _static(world))
         variant = self._find(world, call)
         new = variant is None
         if variant is None:
@@ -179,7 +180,7 @@ class CompiledStep:
                 variant = self._compile(args, kwargs, world, call, host)
             host.agree({"plan": variant.plan.hash, "program": str(variant.captured.program)})
             self.variants.append(variant)
-        if new or not self._arguments or loading is not None:
+        if new or loading is not None:
             owners = [*world.arguments.values(), *(o.value for o in world.outside)]
             with host.together("state"):
                 moved = host.place(world, variant.plan, owners, loading)
@@ -191,7 +192,8 @@ class CompiledStep:
             with host.together("checkpoint"):
                 loading.fill(world.arguments, self.fn, host.ranks)
             self._poisoned = self.checkpoints.loading = None
-        self._arguments = world.arguments
+        slots = {re.split(r"[.\[]", path, maxsplit=1)[0] for path in world.slots}  # EMA lists, trainers that hold the model
+        self._arguments = {name: value for name, value in world.arguments.items() if name in slots or _has_state(value)}
         out = self._run(variant, world, call, host)
         if variant.captured.effects.created or variant.captured.effects.deleted or variant.calls == 1:
             world = self._observe(args, kwargs)
@@ -322,8 +324,6 @@ class CompiledStep:
         return self._plan
 
     def _global_types(self, world: World, mesh: Mesh) -> dict[str, TensorType]:
-        from shardc.hosts import check_rows, row_axes
-
         out = {}
         local = self.options.inputs_are == "local" or (self.options.inputs_are is None and not mesh.simulated)
         for path, t in world.inputs.items():
@@ -347,7 +347,7 @@ class CompiledStep:
         Raises:
             StateError: the step has not run yet.
         """
-        if not self._arguments:
+        if self._plan is None or not self.step:
             raise StateError(f"{self.__name__} has not run yet", hint="call it first, or use model.state_dict()")
         return full_state_dict(self._arguments)
 
@@ -360,6 +360,22 @@ class CompiledStep:
 def _device(mesh: Mesh) -> str:
     """Kind of device that a program for `mesh` runs on."""
     return torch.device(mesh.device or ("cuda" if torch.cuda.is_available() else "cpu")).type
+
+
+def _static(world: World) -> str:
+    """The static values of a call, a line each."""
+    return "\n".join(f"{path}: {value}" for path, value in world.signature.items() if path not in world.inputs)
+
+
+def _has_state(value: object) -> bool:
+    """Whether an argument is, or holds, an object with a `state_dict`; batches are not kept beyond their call."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return any(_has_state(getattr(value, f.name)) for f in dataclasses.fields(value))
+    if isinstance(value, dict):
+        return any(map(_has_state, value.values()))
+    if isinstance(value, (list, tuple, set)):
+        return any(map(_has_state, value))
+    return hasattr(value, "state_dict")
 
 
 def _same_key(a: World, b: World) -> bool:

@@ -91,6 +91,7 @@ class Compute(Instruction):
         inplace: (result, argument position) pairs: the result takes over the storage of that argument, whose register dies
             here. Only for operators that the runtime has an in-place form of.
         draw: position of a random operator among the draws of the step; None for the others.
+        order: its dims as the whole tensor has them in memory, outermost first: torch fills in that order.
     """
 
     op: str = ""
@@ -99,6 +100,7 @@ class Compute(Instruction):
     outs: tuple[Out | None, ...] = ()
     inplace: tuple[tuple[int, int], ...] = ()
     draw: int | None = None
+    order: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)

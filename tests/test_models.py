@@ -1,4 +1,4 @@
-"""Models of transformers: three steps of the compiled training step leave loss and all state as eager leaves them on one device."""
+"""Models of transformers: three compiled training steps leave loss and all state as eager leaves them on one device."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def equal(name: str, rows: int, points: list[tuple[int, int]]) -> list[Report]:
     for report in reports:
         assert report.steps == 3
         assert report.compared > 3 * 5 * parameters  # value, gradient, two moments and a count of steps of each, per step
-        # Only biases of keys, whose true gradient is zero, may agree within their own rounding alone: AdamW steps on noise there.
+        # Only biases of keys, whose true gradient is zero, may agree within their own rounding alone: AdamW steps on noise.
         noise = {r.path for r in report.rounded if r.path.startswith("model.")}
         assert all(path.endswith(("key.bias", "k_proj.bias")) for path in noise)
         assert len({r.path for r in report.rounded}) == 3 * len(noise)  # each with its two moments

@@ -233,6 +233,9 @@ OPTIMIZERS = {
     "rmsprop momentum": lambda p: torch.optim.RMSprop(p, momentum=0.9, maximize=True, foreach=False),
     "rmsprop centered": lambda p: torch.optim.RMSprop(p, centered=True, foreach=False),
     "rmsprop both": lambda p: torch.optim.RMSprop(p, centered=True, momentum=0.9, foreach=False),
+    "asgd": lambda p: torch.optim.ASGD(p, weight_decay=0.1, t0=2, foreach=False),
+    "radam": lambda p: torch.optim.RAdam(p, lr=0.01, weight_decay=0.1, betas=(0.8, 0.95), foreach=False),
+    "radam decoupled": lambda p: torch.optim.RAdam(p, weight_decay=0.1, decoupled_weight_decay=True, maximize=True),
 }
 
 
@@ -248,7 +251,7 @@ def parameters(dtype=F64):
     return out
 
 
-def train(make, kernels, dtype=F64, steps=4, lr=None):
+def train(make, kernels, dtype=F64, steps=7, lr=None):
     ps = parameters(dtype)
     opt = make(ps)
     for step in range(steps):
@@ -287,7 +290,7 @@ def test_updates_equal_torchs_loop(name):
 
 
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-6), (torch.bfloat16, 0.03)])
-@pytest.mark.parametrize("name", ["adam", "adamw amsgrad", "sgd momentum", "adagrad", "rmsprop both"])
+@pytest.mark.parametrize("name", ["adam", "adamw amsgrad", "sgd momentum", "adagrad", "rmsprop both", "radam", "asgd"])
 def test_updates_in_lower_precision(name, dtype, tolerance):
     want, got = (tensors_of(*train(OPTIMIZERS[name], kernels, dtype, steps=2)) for kernels in (False, True))
     for key, value in want.items():
@@ -303,7 +306,7 @@ def test_in_place_forms_update_their_arguments():
         for a in schema.arguments:
             if str(a.type) == "Tensor":
                 value = torch.rand(5, 3, dtype=F64) + (a.name == "square_avg")  # variances are positive
-                args.append(torch.tensor(2.0) if a.name == "step" else value)
+                args.append(torch.tensor(2.0) if a.name in ("step", "mu", "eta") else value)
             else:
                 args.append(False if str(a.type) == "bool" else 0.125)
         before = [a.clone() if isinstance(a, torch.Tensor) else a for a in args]
@@ -436,6 +439,8 @@ STATES = {
     "sgd momentum": ["momentum_buffer"],
     "adagrad": ["sum", "step"],
     "rmsprop both": ["square_avg", "step", "grad_avg", "momentum_buffer"],
+    "radam": ["exp_avg", "exp_avg_sq", "step"],
+    "asgd": ["ax", "mu", "eta", "step"],
 }
 NODE = {
     "sgd momentum": "sgd_momentum",
@@ -453,7 +458,7 @@ def test_one_node_for_each_parameter_with_a_symbolic_rate(name):
     shapes, keys = [(4, 6), (6,), ()], STATES[name]
     values = [torch.rand(s, dtype=F64) for s in shapes]
     grads = [torch.rand(s, dtype=F64) for s in shapes]
-    state = [torch.tensor(3.0) if key == "step" else torch.rand(s, dtype=F64) for s in shapes for key in keys]
+    state = [torch.tensor(3.0) if key in ("step", "mu", "eta") else torch.rand(s, dtype=F64) for s in shapes for key in keys]
     if name == "rmsprop both":  # variances are positive
         state = [x + 1 if key == "square_avg" else x for x, key in zip(state, keys * len(shapes), strict=True)]
     flat = [*values, *grads, *state]

@@ -60,6 +60,32 @@ def test_the_fused_path_counts_steps_in_float32_whatever_the_default_dtype() -> 
         check(train, state(lambda: nn.Linear(5, 3), optimizer, fused=True), batches((3, 5), (3, 3)), mesh={"dp": 2}, zero=2)
 
 
+@pytest.mark.parametrize("zero", [0, 1, 3])
+def test_two_slots_that_end_in_one_value_lie_in_their_own_ways(zero: int) -> None:
+    class Averaged(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(5, 3)
+            self.register_buffer("average", torch.zeros(3, 5))
+            self.register_buffer("before", torch.zeros(3, 5))
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.inner(x)
+            return out
+
+    def step(model: Averaged, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> Tensor:
+        with torch.no_grad():
+            model.before.copy_(model.inner.weight)
+        loss = train(model, optimizer, x, y)
+        with torch.no_grad():
+            model.average.copy_(model.inner.weight)
+        return loss
+
+    check(step, state(Averaged, momentum=0.9), batches((3, 5), (3, 3)), mesh={"dp": 2}, zero=zero)
+    make = state(lambda: nn.Linear(5, 3), torch.optim.ASGD, t0=1)  # whose average starts as the parameter
+    check(train, make, batches((3, 5), (3, 3)), mesh={"dp": 2}, zero=zero)
+
+
 def test_an_expanded_dim_is_split_by_the_slices_that_its_users_take() -> None:
     def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> Tensor:
         optimizer.zero_grad()

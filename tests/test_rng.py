@@ -137,18 +137,25 @@ def test_torch_stream_has_torchs_own_numbers(name, shape):
     assert torch.equal(generator.get_state(), state)
 
 
+DENSE = sorted(set(CALLS) - {"aten.randint.default", "aten.randint.low", "aten.rand.default", "aten.randn.default"})
+
+
 @pytest.mark.parametrize("dtype", [F32, torch.bfloat16])
-@pytest.mark.parametrize("name", ["bernoulli.p", "rand_like.default", "randn_like.default", "native_dropout.default"])
+@pytest.mark.parametrize("name", DENSE)
 def test_torch_stream_other_dtypes_and_layouts(name, dtype):
     for x in (torch.rand(3, 4, 5, 6).to(dtype), torch.rand(3, 4, 5, 6).to(dtype, memory_format=torch.channels_last)):
-        args = {"bernoulli.p": (x, 0.3), "native_dropout.default": (x, 0.3, True)}.get(name, (x,))
+        args, _ = CALLS[name](x)
+        eager = torch.Tensor.bernoulli_ if name == "aten.bernoulli.p" else overload(name)  # functional, it has lost its layout
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(5)
-            want = overload(f"aten.{name}")(*args)
-        stream = TorchStream(torch.Generator().manual_seed(5))
-        got = stream.draw(f"aten.{name}", args, {}, whole_spec(*x.shape), ONE, (0,), 0, dtype, "cpu")
+            want = eager(x.clone() if eager is not overload(name) else args[0], *args[1:])
+            state = torch.get_rng_state()
+        generator = torch.Generator().manual_seed(5)
+        of = want.dtype if isinstance(want, torch.Tensor) else dtype
+        got = TorchStream(generator).draw(name, args, {}, whole_spec(*x.shape), ONE, (0,), 0, of, "cpu")
         for a, b in zip(got, want, strict=True) if isinstance(want, tuple) else [(got, want)]:
             assert a.dtype == b.dtype and torch.equal(a, b)
+        assert torch.equal(generator.get_state(), state)
 
 
 @pytest.mark.parametrize("replacement, count", [(True, 1), (True, 4), (False, 1), (False, 4)])

@@ -36,7 +36,8 @@ def die_on_one() -> str:
 
 def sleep_on_one() -> None:
     if os.environ["RANK"] == "1":
-        time.sleep(60)
+        time.sleep(600)
+    raise ValueError("rank zero gives up")
 
 
 def test_results_come_back_in_rank_order() -> None:
@@ -54,5 +55,6 @@ def test_an_exception_names_the_rank_and_holds_its_traceback() -> None:
 def test_death_and_timeout_are_told_apart() -> None:
     first, second = run_outcomes(2, die_on_one)
     assert first.value == "alive" and second.exit_code == -signal.SIGKILL
-    first, second = run_outcomes(2, sleep_on_one, timeout=12)
-    assert first.ok and second.exit_code is None and "killed" in str(second)
+    first, second = run_outcomes(2, sleep_on_one, grace=0.5)
+    assert isinstance(first.error, ValueError) and second.exit_code is None and "killed" in str(second)
+    assert [o.exit_code for o in run_outcomes(2, sleep_on_one, timeout=0.1)] == [None, None]

@@ -122,6 +122,35 @@ def test_a_tensor_within_its_own_rounding_passes_and_is_listed() -> None:
     assert not bad and "model.inner.bias" in {r.path for r in rounded}
 
 
+def test_a_tolerance_of_zero_asks_for_every_bit() -> None:
+    oracle = Oracle(train, make_state, batches(), torch.float64)
+    moved = wrong(oracle.plain.steps[1], "model.inner.weight", lambda t: torch.nextafter(t, t * 2))
+    assert not Tally(oracle).step(1, moved)[0]
+    assert [d.path for d in Tally(oracle, 0.0).step(1, moved)[0]] == ["model.inner.weight"]
+    assert not Tally(oracle, 0.0).step(1, oracle.plain.steps[1])[0]
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((5,), 0.7))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.scale * x).sum(-1, keepdim=True).expand(-1, 3)
+
+
+def test_a_sum_of_two_rows_rounds_alike_in_either_order() -> None:
+    """So runs from nudged parameters and inputs are asked as well."""
+
+    def make() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = Scaled()
+        return model, torch.optim.SGD(model.parameters(), lr=1e-2)
+
+    oracle = Oracle(train, make, batches(1, rows=2), torch.float64)
+    gaps = [distance(r.steps[0].state["model.scale"], oracle.plain.steps[0].state["model.scale"]) for r in oracle.others()]
+    assert len(gaps) == 4 and gaps[0] == 0 and 0 < max(gaps) < 1e-14
+
+
 def test_reverse_rows_leaves_other_tensors_alone() -> None:
     x, y, other = reverse_rows((torch.arange(4), torch.arange(8).view(4, 2), torch.arange(3)))
     assert x.tolist() == [3, 2, 1, 0] and y[0].tolist() == [6, 7] and other.tolist() == [0, 1, 2]

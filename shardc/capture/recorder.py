@@ -17,7 +17,9 @@ from torch import Tensor, fx
 from shardc import _torch
 from shardc._torch import FakeTensor, FakeTensorMode, TorchDispatchMode
 from shardc.capture.constants import constant_value
+from shardc.capture.fakes import corrected
 from shardc.capture.lines import Frames, Place
+from shardc.capture.lists import is_list_op, loop
 from shardc.capture.numbers import Number, is_symbol, symbol
 from shardc.errors import CaptureError
 from shardc.program import Draw, Info, Phase, TensorType, Types, op_name
@@ -33,10 +35,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Args:
         fake_mode: the mode that computes shapes.
         module_names: id of a module -> its path.
+        device: kind of device that the program will run on.
     """
 
-    def __init__(self, fake_mode: FakeTensorMode, module_names: dict[int, str]) -> None:
+    def __init__(self, fake_mode: FakeTensorMode, module_names: dict[int, str], device: str = "cpu") -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self.device = device
         self.fake_mode, self.frames = fake_mode, Frames(module_names)
         self.graph = fx.Graph()
         self.info: dict[fx.Node, Info] = {}
@@ -112,6 +116,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return self._lift(args[0])
         if func is aten._local_scalar_dense.default:
             return self._item(args[0])
+        if is_list_op(func):
+            return loop(func, args, kwargs, lambda op, given, named: self.__torch_dispatch__(op, types, given, named))
         if func._schema.is_mutable:
             raise CaptureError(
                 f"{op_name(func)} changes a tensor in place and torch has no functional form of it", where=self.line()
@@ -147,6 +153,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return again
         with self.fake_mode:
             out = func(*_hints(args), **{k: _hints(v) for k, v in kwargs.items()})
+            out = corrected(func, args, out, self.device)
         phase, where = self._place(inputs)
         node = self.graph.call_function(func, node_args, node_kwargs)
         self.info[node] = Info(_types(out), phase, where.module, where.line)

@@ -74,7 +74,7 @@ class Trace:
         self.fn, self.args, self.kwargs, self.world, self.input_types = fn, args, kwargs, world, input_types
         self.fake_mode = FakeTensorMode(allow_non_fake_inputs=False)
         self.module_names: dict[int, str] = {}
-        self.recorder = Recorder(self.fake_mode, self.module_names)
+        self.recorder = Recorder(self.fake_mode, self.module_names, device)
         self.twin = Twin(self._unknown_tensor, world.outside)
         self.program = Program(self.recorder.graph, self.recorder.info)
         self.versions = self.program.versions

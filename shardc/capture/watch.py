@@ -51,6 +51,10 @@ class Watch(TorchFunctionMode):
             return self._set_data(*args)
         if self.device != "cpu" and name in _FLOAT32_ON_CUDA and torch.is_autocast_enabled("cpu"):
             args, kwargs = tuple(map(_float32, args)), {k: _float32(v) for k, v in (kwargs or {}).items()}
+        if name == "bernoulli" and args and isinstance(args[0], Tensor):
+            # Makes a contiguous result and fills it in that order. Functional, `bernoulli_` is the same operator, but fills in
+            # the order that its tensor has in memory, which is what a stream draws for it.
+            args = (args[0].contiguous(), *args[1:])
         out = func(*args, **(kwargs or {}))
         if args and (name in _SETTERS or (name.endswith("_") and not name.endswith("__"))):
             for target in args[0] if isinstance(args[0], (list, tuple)) else args[:1]:

@@ -77,7 +77,7 @@ def source_of(path: Path) -> Source:
     elif path.exists():
         return Plain(path)
     raise StateError(f"there is no checkpoint at {path}", where=str(path),
-                     hint="a directory of shardc.save or torch.distributed.checkpoint, a torch.save file, or safetensors")  # fmt: skip
+                     hint="a directory of shardc.save, a file of torch.save, or safetensors")  # fmt: skip
 
 
 class Distributed(LoadPlanner):

@@ -77,3 +77,44 @@ def rmsprop(
     else:
         buffer.mul_(momentum).addcdiv_(grad, root)
         p.add_(buffer, alpha=-lr)
+
+
+def radam(
+    p: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, step: float,
+    lr: float, beta1: float, beta2: float, eps: float, weight_decay: float, maximize: bool, decoupled: bool,
+) -> None:  # fmt: skip
+    """RAdam (Liu et al. 2020): as Adam once the variance of its step size exists, with momentum alone before."""
+    grad = -grad if maximize else grad
+    if weight_decay != 0:
+        if decoupled:
+            p.mul_(1 - lr * weight_decay)
+        else:
+            grad = grad.add(p, alpha=weight_decay)
+    exp_avg.lerp_(grad, 1 - beta1)
+    exp_avg_sq.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+    correction = 1 - beta2**step
+    last = 2 / (1 - beta2) - 1  # length of the moving average, in the end and now
+    length = last - 2 * step * beta2**step / correction
+    change = exp_avg / (1 - beta1**step) * lr
+    if length > 5.0:
+        rectified = ((length - 4) * (length - 2) * last / ((last - 4) * (last - 2) * length)) ** 0.5
+        change = change * (correction**0.5 / exp_avg_sq.sqrt().add_(eps)) * rectified
+    p.add_(change, alpha=-1.0)
+
+
+def asgd(
+    p: Tensor, grad: Tensor, ax: Tensor, mu: Tensor, eta: Tensor, step: float,
+    lr: float, lambd: float, t0: float, alpha: float, weight_decay: float, maximize: bool,
+) -> None:  # fmt: skip
+    """Averaged SGD (Polyak and Juditsky 1992): `ax` averages the parameter from step `t0` on."""
+    grad = -grad if maximize else grad
+    if weight_decay != 0:
+        grad = grad.add(p, alpha=weight_decay)
+    rate = eta.item()
+    p.mul_(1 - lambd * rate).add_(grad, alpha=-rate)
+    if mu.item() != 1:
+        ax.add_(p.sub(ax).mul_(mu))
+    else:
+        ax.copy_(p)
+    eta.fill_(lr / ((1 + lambd * lr * step) ** alpha))
+    mu.fill_(1 / max(1, step - t0))

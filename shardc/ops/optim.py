@@ -11,6 +11,8 @@ sgd_momentum              p, grad, momentum_buffer                              
 adagrad                   p, grad, state_sum, step                                 p, state_sum, step
 rmsprop[_centered]        p, grad, square_avg, step [, grad_avg]                   p, square_avg, step [, grad_avg ...]
   [_momentum]               [, momentum_buffer]
+radam                     p, grad, exp_avg, exp_avg_sq, step                       p, exp_avg, exp_avg_sq, step
+asgd                      p, grad, ax, mu, eta, step                               p, ax, mu, eta, step
 ========================  =======================================================  ==========================================
 
 All arguments are positional; `step` is a 0-d tensor that counts the steps before this one. Numbers (lr, betas, ...) may be
@@ -190,6 +192,24 @@ def _rmsprop_(centered: bool, momentum: bool) -> Callable[..., tuple[Tensor, ...
     return function
 
 
+def radam_(
+    p: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, step: Tensor, *numbers: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    if not p.is_meta:
+        step += 1
+        loops.radam(p, grad, exp_avg, exp_avg_sq, step.item(), *numbers)
+    return p, exp_avg, exp_avg_sq, step
+
+
+def asgd_(
+    p: Tensor, grad: Tensor, ax: Tensor, mu: Tensor, eta: Tensor, step: Tensor, *numbers: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    if not p.is_meta:
+        step += 1
+        loops.asgd(p, grad, ax, mu, eta, step.item(), *numbers)
+    return p, ax, mu, eta, step
+
+
 def _define(name: str, tensors: str, numbers: str, function: Callable[..., Any], created: int = 0) -> None:
     """One operator: `tensors` and `numbers` are its arguments; all tensors but grad come back, then `created` new ones."""
     words = tensors.split()
@@ -224,6 +244,8 @@ _define("rmsprop", "p grad square_avg step", _RMSPROP, _rmsprop_(False, False))
 _define("rmsprop_centered", "p grad square_avg step grad_avg", _RMSPROP, _rmsprop_(True, False))
 _define("rmsprop_momentum", "p grad square_avg step momentum_buffer", _RMSPROP, _rmsprop_(False, True))
 _define("rmsprop_centered_momentum", "p grad square_avg step grad_avg momentum_buffer", _RMSPROP, _rmsprop_(True, True))
+_define("radam", "p grad exp_avg exp_avg_sq step", _ADAM, radam_)
+_define("asgd", "p grad ax mu eta step", "lr lambd t0 alpha weight_decay bool maximize", asgd_)
 
 
 # -- in the place of torch.optim's loops -----------------------------------------------------------------------------------
@@ -288,11 +310,25 @@ def _emit_rmsprop(a: dict[str, Any]) -> None:
         _assign([p, *state], op(p, grad, *state, *numbers))
 
 
+def _emit_radam(a: dict[str, Any]) -> None:
+    numbers = (*(a[k] for k in ("lr", "beta1", "beta2", "eps", "weight_decay", "maximize")), a["decoupled_weight_decay"])
+    for p, grad, *state in zip(a["params"], a["grads"], a["exp_avgs"], a["exp_avg_sqs"], a["state_steps"], strict=True):
+        _assign([p, *state], torch.ops.shardc.radam(p, grad, *state, *numbers))
+
+
+def _emit_asgd(a: dict[str, Any]) -> None:
+    numbers = tuple(a[k] for k in ("lr", "lambd", "t0", "alpha", "weight_decay", "maximize"))
+    for p, grad, *state in zip(a["params"], a["grads"], a["axs"], a["mus"], a["etas"], a["state_steps"], strict=True):
+        _assign([p, *state], torch.ops.shardc.asgd(p, grad, *state, *numbers))
+
+
 _EMITTERS: dict[str, tuple[_Emit, str]] = {
     "adam": (_emit_adam, "lr beta1 beta2 eps weight_decay"),
     "sgd": (_emit_sgd, "lr momentum dampening weight_decay"),
     "adagrad": (_emit_adagrad, "lr lr_decay eps weight_decay"),
     "rmsprop": (_emit_rmsprop, "lr alpha eps weight_decay momentum"),
+    "radam": (_emit_radam, "lr beta1 beta2 eps weight_decay"),
+    "asgd": (_emit_asgd, "lr lambd t0 alpha weight_decay"),
 }
 
 
@@ -314,8 +350,8 @@ def _wrapper(emit: _Emit, numbers: str) -> Callable[[Callable[..., None]], Calla
 
 @contextmanager
 def optimizer_kernels() -> Iterator[None]:
-    """While inside, the loop path (``foreach=False, fused=False``) of torch.optim's Adam, AdamW, SGD, Adagrad and RMSprop
-    calls one operator for each parameter. Sparse or complex parameters, tensor hyperparameters, `capturable` and
+    """While inside, the loop path (``foreach=False, fused=False``) of torch.optim's Adam, AdamW, SGD, Adagrad, RMSprop,
+    RAdam and ASGD calls one operator for each parameter. Sparse or complex parameters, tensor hyperparameters, `capturable` and
     `differentiable` keep torch's own loop."""
     with _torch.replaced_optimizer_loops({name: _wrapper(*how) for name, how in _EMITTERS.items()}):
         yield

@@ -18,7 +18,7 @@ from shardc.mesh import Mesh
 from shardc.ops.constrain import pinned
 from shardc.options import Options
 from shardc.placements import to_placements
-from shardc.program import Program, Slot, SlotKind
+from shardc.program import Phase, Program, Slot, SlotKind
 from shardc.spec import Factor, P, ShardSpec
 
 CONSTRAIN = torch.ops.shardc.constrain.default
@@ -41,10 +41,23 @@ def annotate(program: Program, options: Options) -> Program:
         if node.target is CONSTRAIN:
             spec = pinned(str(node.args[1])).to_spec(out.type(node).shape, out.mesh, where=out.info[node].where)
             out.info[node] = out.info[node].but(spec=spec, why="constrain")
-    for path, node in out.exit.items():
-        if node.op == "call_function":
-            out.info[node] = out.info[node].but(spec=out.slots[path].storage, why=f"storage of {path}")
+    for path, node in list(out.exit.items()):
+        out.exit[path] = _left_in(out, node, out.slots[path])
     return out
+
+
+def _left_in(program: Program, node: fx.Node, slot: Slot) -> fx.Node:
+    """A final value of a slot, pinned to its storage: `node`, or a copy of it where it lies elsewhere in another way (an
+    average that starts as the parameter, say)."""
+    spec = program.info[node].spec
+    if node.op == "call_function" and spec is None:
+        program.info[node] = program.info[node].but(spec=slot.storage, why=f"storage of {slot.path}")
+    elif spec != slot.storage and node is not program.entry.get(slot.path):
+        with program.graph.inserting_before(program.graph.output_node()):
+            new = program.graph.call_function(torch.ops.aten.clone.default, (node,))
+        program.info[new] = program.info[node].but(spec=slot.storage, why=f"storage of {slot.path}", phase=Phase.UPDATE)
+        return new
+    return node
 
 
 def _passing_gradient(path: str, program: Program, pins: Mapping[str, P], options: Options) -> Slot:

@@ -9,7 +9,8 @@ Example: ``mean(x: [8, 4])`` becomes ``div(sum(x), 32)``.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from shardc.rules import decompositions
 aten = torch.ops.aten
 SAME = (aten.detach.default, aten.alias.default, aten.lift_fresh_copy.default, aten.lift_fresh.default)
 SHAPING = (aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.expand.default, aten.slice.Tensor)
+STRIDED = (aten.as_strided.default, aten.as_strided_scatter.default)
 FRESH = ("clone", "empty", "zeros", "ones", "full", "new_", "scalar_tensor")  # equal calls must stay different tensors
 
 
@@ -56,6 +58,8 @@ class _Normalization(Rewriter):
                 self.env[node] = self.env[source]
             elif node.target is aten.copy.default:
                 self.env[node] = self.copied(node)
+            elif node.target in STRIDED and _row_major(self.old, node):
+                self.env[node] = self.viewed(node)
             elif node.target in self.table and not self.has_numbers(node):
                 args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: self.env[n])
                 self.env[node] = self.inline(node.target, args, kwargs, self.old.info[node])  # type: ignore[arg-type]
@@ -89,6 +93,12 @@ class _Normalization(Rewriter):
         if have.shape != want.shape:
             value = self.call(aten.expand.default, (value, list(want.shape)), {}, info.but(type=want))
         return value
+
+    def viewed(self, node: fx.Node) -> fx.Node:
+        """as_strided over all of a row-major tensor is a view of it; its scatter is a view of what it writes."""
+        source = operands(self.old, node)[-1]
+        kind = self.old.type(node)
+        return self.call(aten.view.default, (self.env[source], list(kind.shape)), {}, self.old.info[node])
 
     def inline(self, target: Callable[..., Any], args: Any, kwargs: Any, info: Info) -> Any:
         """Replace a call by the graph of its decomposition; returns a node, or a tuple of nodes."""
@@ -185,6 +195,8 @@ def _source(build: Rewriter, node: fx.Node, args: Any) -> fx.Node | None:
     source: fx.Node = args[0]
     if node.target in SHAPING and build.info[source].type == kind:
         return source
+    if node.target is aten.as_strided.default and _same_elements(build.info[source].type, kind, args[3:]):
+        return source  # a view that only renames the strides of dims of size one
     if node.target is aten._to_copy.default and build.info[source].type == kind and set(node.kwargs) <= {"dtype"}:
         return source
     undone = source.target is node.target and (
@@ -194,6 +206,34 @@ def _source(build: Rewriter, node: fx.Node, args: Any) -> fx.Node | None:
         (base,) = source.all_input_nodes
         return base if build.info[base].type == kind and build.info[base].phase == build.info[source].phase else None
     return None
+
+
+def _row_major(program: Program, node: fx.Node) -> bool:
+    """Whether an as_strided (or its scatter) runs over all elements of its first operand in row-major order, as they lie."""
+    base = program.type(operands(program, node)[0])
+    given = list(node.args[1 if node.target is aten.as_strided.default else 2 :])
+    size, stride = given[0], given[1]
+    offset = given[2] if len(given) > 2 else node.kwargs.get("storage_offset")
+    assert isinstance(size, (list, tuple)) and isinstance(stride, (list, tuple))
+    dense = [*zip(base.shape, base.stride, strict=True)], [*zip(size, stride, strict=True)]
+    return not offset and math.prod(size) == base.numel and all(map(_is_dense, dense))
+
+
+def _is_dense(dims: Sequence[tuple[int, int]]) -> bool:
+    """Whether (size, stride) pairs are those of a contiguous tensor, but for dims of size one."""
+    step = 1
+    for n, stride in reversed(dims):
+        if n != 1 and stride != step:
+            return False
+        step *= n
+    return True
+
+
+def _same_elements(source: Types, view: TensorType, offset: tuple[Any, ...]) -> bool:
+    """Whether two layouts of one storage hold the same elements in the same places."""
+    if not isinstance(source, TensorType) or source.shape != view.shape or any(offset):
+        return False
+    return all(a == b for n, a, b in zip(view.shape, source.stride, view.stride, strict=True) if n > 1)
 
 
 def _hashable(arg: Any) -> Any:

@@ -22,7 +22,7 @@ from shardc.options import Options
 from shardc.passes.factors import choose, required, result_specs, rule_of
 from shardc.passes.graphs import Rewriter, is_cast, is_getitem, is_op, kept, operands, reshard
 from shardc.passes.sink import sink
-from shardc.program import Phase, Program, SlotKind, Specs, TensorType, op_name
+from shardc.program import Draw, Phase, Program, SlotKind, Specs, TensorType, op_name
 from shardc.rules.rule import Rule
 from shardc.spec import ShardSpec
 
@@ -41,6 +41,7 @@ class _Propagation(Rewriter):
         self.moved: dict[tuple[fx.Node, ShardSpec, Phase | None], fx.Node] = {}  # (value, spec, phase of a slot read)
         self.settled: dict[fx.Node, fx.Node] = {}  # partial value -> its reduced form
         self.resting: dict[fx.Node, ShardSpec] = {}  # value at rest in a storage spec -> spec of its forward/backward reads
+        self.drawn: dict[fx.Node, Draw] = {}  # by the operator itself, also where its value is moved at once
 
     def run(self) -> Program:
         for node in self.old.nodes:
@@ -59,7 +60,7 @@ class _Propagation(Rewriter):
         for node in self.old.results:
             if self.old.is_tensor(node):
                 self.env[node] = self.returned(self.env[node], node)
-        return self.finish()
+        return self.finish(draws=self.drawn)
 
     # -- one node ----------------------------------------------------------------------------------------------------
 
@@ -98,6 +99,8 @@ class _Propagation(Rewriter):
         made: Specs = result[0] if isinstance(info.type, TensorType) else tuple(result)
         new = self.call(node.target, args, kwargs, info.but(spec=made, why=reasons or "operands are whole"), node.name)  # type: ignore[arg-type]
         self.env[node] = new
+        if node in self.old.draws:
+            self.drawn[new] = self.old.draws[node]
         if is_cast(node) and values[0] in self.resting:  # it rests too, and is gathered after the cast, in fewer bytes
             self.resting[new] = self.resting[values[0]]
 

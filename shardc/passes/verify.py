@@ -6,7 +6,7 @@ from torch import fx
 
 from shardc.errors import VerifyError
 from shardc.passes.factors import choose, made_factors, required, result_specs, rule_of
-from shardc.passes.graphs import STEPS, is_op, operands, reshard
+from shardc.passes.graphs import STEPS, is_op, is_random, operands, reshard
 from shardc.program import Program
 from shardc.reshard import Step
 from shardc.spec import ShardSpec
@@ -38,6 +38,8 @@ def verify(program: Program, stage: str) -> None:
                     "has no spec",
                 )
             continue
+        drawn = node in program.draws
+        _need(program, node, stage, is_random(node) == drawn, "is no random operator, but a draw" if drawn else "is no draw")
         if is_op(node) and split and program.info[node].type is not None:
             _operator(program, node, stage)
         if node.target in STEPS:

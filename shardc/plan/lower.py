@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import fx
 
+from shardc._torch import is_random
 from shardc.errors import PlanError
 from shardc.instructions import Collective, Compute, Input, Instruction, Local, LocalDim, Out, Read, Ref, Reg
 from shardc.program import Info, Program, TensorType, op_name
@@ -88,6 +89,12 @@ class _Lowering:
         self.out.types[reg] = type_
         return Out(reg, spec, type_.dtype)
 
+    def _order(self, node: fx.Node) -> tuple[int, ...] | None:
+        """The dims of the tensor that a random operator takes its layout from, outermost first; None: row-major."""
+        source = next((n for n in node.all_input_nodes if self.program.is_tensor(n)), None)
+        stride = self.program.type(source).stride if source is not None else ()
+        return tuple(sorted(range(len(stride)), key=lambda d: -stride[d])) if stride else None
+
     def _single(self, node: fx.Node, info: Info) -> Out:
         type_ = info.type
         if isinstance(type_, tuple):
@@ -130,10 +137,13 @@ class _Lowering:
         else:
             outs = (self._single(node, info),)
         draw = self.program.draws.get(node)
+        if draw is None and isinstance(node.target, torch._ops.OpOverload) and is_random(node.target):
+            raise PlanError(f"%{node.name} ({op_name(node.target)}) draws random numbers, but from no stream", where=info.where)
         op = target_name(node.target)
-        self.out.instructions.append(
-            Compute(**common, op=op, args=args, kwargs=kwargs, outs=outs, draw=None if draw is None else draw.index)
-        )
+        compute = Compute(**common, op=op, args=args, kwargs=kwargs, outs=outs)
+        if draw is not None:
+            compute = replace(compute, draw=draw.index, order=self._order(node))
+        self.out.instructions.append(compute)
 
     def _getitem(self, node: fx.Node) -> None:
         source, index = node.args

@@ -1,7 +1,8 @@
 """Predicted memory of a plan: a dry run of the executor on meta tensors, at the coordinate that holds the largest parts.
 
 What is counted is requested bytes of distinct storages: state and inputs when the step starts, then every allocation and every
-free in order. Chunks are cut so that coordinate (0, ..., 0) holds the largest part of every tensor.
+free in order; and temporaries inside CPU kernels, as `shardc.runtime.workspace` knows them. Chunks are cut so that coordinate
+(0, ..., 0) holds the largest part of every tensor.
 """
 
 from __future__ import annotations
@@ -21,10 +22,11 @@ from shardc.spec import ShardSpec
 
 @dataclass(frozen=True)
 class Moment:
-    """Bytes alive on the worst rank while an instruction runs (its results and its operands included)."""
+    """Bytes alive on the worst rank while an instruction runs: its operands, its results, and what its kernel holds inside."""
 
     name: str
     bytes: int
+    by_category: Mapping[str, int]
 
 
 @dataclass(frozen=True)
@@ -113,7 +115,8 @@ def predict_memory(
     at = next((i for i in instructions if i.name == run.peak_at), None)
     where = PeakAt(run.peak_at or "start", _op(at), at.module if at else "", at.line if at else "")
     by_category = {name: run.by_category.get(name, 0) for name in CATEGORIES}
-    return Memory(run.peak_bytes, by_category, where, tuple(Moment(n, b) for n, b in run.timeline), run.base)
+    timeline = tuple(Moment(n, b, at) for (n, b), at in zip(run.timeline, run.categories, strict=True))
+    return Memory(run.peak_bytes, by_category, where, timeline, run.base)
 
 
 def _op(i: Instruction | None) -> str:

@@ -7,7 +7,7 @@ from shardc.rules.rule import WHOLE, Factors, Rule
 
 NAMES = """
     adam adam_amsgrad sgd sgd_momentum_first sgd_momentum adagrad rmsprop rmsprop_centered rmsprop_momentum
-    rmsprop_centered_momentum
+    rmsprop_centered_momentum radam asgd
 """
 
 

@@ -37,7 +37,7 @@ class Stream(Protocol):
 
     def draw(
         self, op_name: str, args: Any, kwargs: Any, spec: ShardSpec, mesh: Mesh, coord: Coord, index: int,
-        dtype: torch.dtype, device: torch.device,
+        dtype: torch.dtype, device: torch.device, order: tuple[int, ...] | None = None,
     ) -> Any: ...  # fmt: skip
 
 
@@ -297,7 +297,8 @@ class Executor:
         if self.device.type == "meta":
             return f"filled({self._fill((self._shape(out.spec), out.dtype, None))})"
         given = f"{i.op!r}, {self._tree(tuple(args))}, {{{', '.join(f'{k!r}: {self._tree(v)}' for k, v in kwargs.items())}}}"
-        return f"stream.draw({given}, {self._const(out.spec)}, mesh, coord, {i.draw}, {self._const(out.dtype)}, device)"
+        spec, dtype = self._const(out.spec), self._const(out.dtype)
+        return f"stream.draw({given}, {spec}, mesh, coord, {i.draw}, {dtype}, device, {i.order})"
 
     def _shape(self, spec: ShardSpec) -> tuple[int, ...]:
         """Local shape; layers repeat, so that few specs are evaluated."""

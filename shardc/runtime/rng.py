@@ -43,7 +43,7 @@ class Stream(Protocol):
 
     def draw(
         self, op_name: str, args: Sequence[Any], kwargs: Mapping[str, Any], spec: ShardSpec, mesh: Mesh, coord: Coord,
-        index: int, dtype: torch.dtype, device: torch.device | str,
+        index: int, dtype: torch.dtype, device: torch.device | str, order: Sequence[int] | None = None,
     ) -> Any:  # fmt: skip
         """This rank's part of draw number `index` of the step: a tensor, or (output, mask) for native_dropout."""
 
@@ -153,7 +153,7 @@ class CounterStream:
 
     def draw(
         self, op_name: str, args: Sequence[Any], kwargs: Mapping[str, Any], spec: ShardSpec, mesh: Mesh, coord: Coord,
-        index: int, dtype: torch.dtype, device: torch.device | str,
+        index: int, dtype: torch.dtype, device: torch.device | str, order: Sequence[int] | None = None,
     ) -> Any:  # fmt: skip
         """See `Stream.draw`."""
         call, device = _Call(op_name, args, kwargs, spec), torch.device(device)
@@ -308,7 +308,7 @@ class TorchStream:
 
     def draw(
         self, op_name: str, args: Sequence[Any], kwargs: Mapping[str, Any], spec: ShardSpec, mesh: Mesh, coord: Coord,
-        index: int, dtype: torch.dtype, device: torch.device | str,
+        index: int, dtype: torch.dtype, device: torch.device | str, order: Sequence[int] | None = None,
     ) -> Any:  # fmt: skip
         """See `Stream.draw`.
 
@@ -325,38 +325,44 @@ class TorchStream:
             )
         if index == len(self.before):
             self.before.append(self.generator.get_state())
-            return self._draw(call, spec, mesh, coord, dtype, device)
+            return self._draw(call, spec, mesh, coord, dtype, device, order)
         now = self.generator.get_state()
         self.generator.set_state(self.before[index])
         try:
-            return self._draw(call, spec, mesh, coord, dtype, device)
+            return self._draw(call, spec, mesh, coord, dtype, device, order)
         finally:
             self.generator.set_state(now)
 
-    def _draw(self, call: _Call, spec: ShardSpec, mesh: Mesh, coord: Coord, dtype: torch.dtype, device: torch.device) -> Any:
+    def _draw(
+        self, call: _Call, spec: ShardSpec, mesh: Mesh, coord: Coord, dtype: torch.dtype, device: torch.device,
+        order: Sequence[int] | None,
+    ) -> Any:  # fmt: skip
         g = self.generator
 
         def part(whole: Tensor, of: ShardSpec = spec) -> Tensor:
             return _part(whole, of, mesh, coord).to(device)
 
         def whole(of: torch.dtype = dtype) -> Tensor:
-            return _blank(call.like, spec.shape, of, g.device)
+            return _blank(call.like, order, spec.shape, of, g.device, call.given.get("memory_format"))
 
         if call.kind == "dropout":
             x, p = call.given["input"], float(call.given["p"])
             if call.given["train"] is False:
                 return x.clone(), torch.ones_like(x, dtype=torch.bool)
             return _dropout(x, part(whole(torch.bool).bernoulli_(1 - p, generator=g)), p)
-        if call.kind == "bernoulli":  # fills row by row in whatever layout
+        if call.kind == "bernoulli":
             chance = call.probability
-            if isinstance(chance, Tensor):  # torch compares a uniform double for each element with its p
-                u = torch.empty(spec.shape, dtype=torch.float64, device=g.device).uniform_(generator=g)
+            if isinstance(chance, Tensor):  # torch compares a uniform number with each p: a double for doubles, else a float
+                of = torch.float64 if chance.dtype == torch.float64 else torch.float32
+                like = call.like if call.name == "aten.bernoulli.Tensor" else None  # the other makes a contiguous result
+                u = _blank(like, order, spec.shape, of, g.device).uniform_(generator=g)
                 return (part(u) < chance.to(device)).to(dtype)
-            return part(torch.empty(spec.shape, dtype=dtype, device=g.device).bernoulli_(float(chance), generator=g))
+            # Most often a dropout's `empty_like(x).bernoulli_(p)`: torch fills in the order of memory.
+            return part(whole().bernoulli_(float(chance), generator=g))
         if call.kind == "normal":
             mean, std = call.moments()
             if isinstance(mean, Tensor) or isinstance(std, Tensor):
-                return part(whole().normal_(generator=g)).mul_(std).add_(mean)
+                return part(torch.empty(spec.shape, dtype=dtype, device=g.device).normal_(generator=g)).mul_(std).add_(mean)
             return part(whole().normal_(float(mean), float(std), generator=g))
         if call.kind == "multinomial":
             weights, count = call.given["self"], int(call.given["num_samples"])
@@ -381,10 +387,16 @@ class TorchStream:
         return part(getattr(whole(), fill)(*numbers, generator=g))
 
 
-def _blank(like: Tensor | None, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """An empty whole tensor whose dims lie in memory in the order of those of `like`: torch fills in memory order."""
+def _blank(
+    like: Tensor | None, order: Sequence[int] | None, shape: Sequence[int], dtype: torch.dtype, device: torch.device,
+    layout: torch.memory_format | None = None,
+) -> Tensor:  # fmt: skip
+    """An empty whole tensor whose dims lie in memory in `order` (by default that of `like`, a part, which cannot tell the order
+    of dims of size one), or as `layout` says: torch fills in the order of memory."""
+    if layout not in (None, torch.preserve_format):
+        return torch.empty(tuple(shape), dtype=dtype, device=device, memory_format=layout)
     if like is None or like.dim() != len(shape):
         return torch.empty(tuple(shape), dtype=dtype, device=device)
     strides = like.stride()
-    order = sorted(range(len(strides)), key=lambda d: -strides[d])
-    return torch.empty_permuted(tuple(shape), order, dtype=dtype, device=device)
+    order = order or sorted(range(len(strides)), key=lambda d: -strides[d])
+    return torch.empty_permuted(tuple(shape), list(order), dtype=dtype, device=device)

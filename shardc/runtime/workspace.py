@@ -11,6 +11,7 @@ Each function takes the call's arguments, then its results, and returns the byte
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -59,7 +60,8 @@ def _cast_operands(args: Sequence[Any], results: Sequence[Any], skip: int = 0) -
     common = results[0].dtype
     if common == torch.bool:  # comparisons
         numbers = [a for a in args[skip:] if isinstance(a, Tensor) or type(a) in (bool, int, float)]
-        common = functools.reduce(torch.promote_types, (torch.result_type(a, b) for a, b in zip(numbers, numbers[1:], strict=False)), tensors[0].dtype)
+        pairs = [torch.result_type(a, b) for a, b in itertools.pairwise(numbers)]
+        common = functools.reduce(torch.promote_types, pairs) if pairs else tensors[0].dtype
     return sum(t.numel() * common.itemsize for t in tensors if t.dim() and t.dtype != common)
 
 
@@ -91,7 +93,7 @@ def _safe_softmax(args: Sequence[Any], results: Sequence[Any]) -> int:
 
 def _layer_norm_backward(args: Sequence[Any], results: Sequence[Any]) -> int:
     """The sums for weight and bias, of each thread."""
-    return 2 * math.prod(args[2]) * int(args[1].dtype.itemsize) + _copies(args[0], args[1])
+    return int(2 * math.prod(args[2]) * args[1].dtype.itemsize) + _copies(args[0], args[1])
 
 
 def _group_norm_backward(args: Sequence[Any], results: Sequence[Any]) -> int:
@@ -103,7 +105,7 @@ def _group_norm_backward(args: Sequence[Any], results: Sequence[Any]) -> int:
 
 
 def _product(args: Sequence[Any], results: Sequence[Any]) -> int:
-    return sum(_bytes(t) for t in args if isinstance(t, Tensor) and t.dim() >= 2 and not _dense(t))
+    return sum((_bytes(t) for t in args if isinstance(t, Tensor) and t.dim() >= 2 and not _dense(t)), 0)
 
 
 def _dense(t: Tensor) -> bool:
@@ -125,7 +127,7 @@ def _sdpa(args: Sequence[Any], results: Sequence[Any]) -> int:
     mask_made = _mask(mask, q)
     if mask_made:  # it is inverted before results exist
         block = max(block, mask.numel() - sum(_bytes(t) for t in results))
-    return block + mask_made + _repeated(q, k, v)
+    return int(block) + mask_made + _repeated(q, k, v)
 
 
 def _sdpa_backward(args: Sequence[Any], results: Sequence[Any]) -> int:
@@ -138,7 +140,7 @@ def _sdpa_backward(args: Sequence[Any], results: Sequence[Any]) -> int:
     shared = _repeated(q, k, v)
     if shared:  # and so are their gradients, before they are summed
         shared += shared - _bytes(k) - _bytes(v)
-    return block + _mask(mask, q) + shared + _copies(grad.transpose(1, 2))
+    return int(block) + _mask(mask, q) + shared + _copies(grad.transpose(1, 2))
 
 
 def _blocks(q: Tensor, k: Tensor) -> tuple[int, int]:
@@ -168,7 +170,10 @@ def _padded(channels: int, block: int = BLOCK) -> int:
 class _Convolution:
     """Bytes of the operands of a convolution, plain and packed."""
 
-    def __init__(self, x: Tensor, w: Tensor, y: Tensor, stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int], groups: int) -> None:
+    def __init__(
+        self, x: Tensor, w: Tensor, y: Tensor,
+        stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int], groups: int,
+    ) -> None:  # fmt: skip
         self.x, self.w, self.y, self.groups = x, w, y, groups
         item = x.dtype.itemsize
         self.item, self.ci, self.co = item, x.shape[1], y.shape[1]

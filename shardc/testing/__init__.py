@@ -4,7 +4,7 @@
 rest works without Hypothesis.
 """
 
-from shardc.testing.check import Mismatch, Report, check, check_all, check_processes
+from shardc.testing.check import Mismatch, Report, check, check_all, check_all_processes, check_processes
 from shardc.testing.compare import Difference, Rounded
 from shardc.testing.processes import Outcome, RankFailure, run_outcomes, run_ranks
 
@@ -17,6 +17,7 @@ __all__ = [
     "Rounded",
     "check",
     "check_all",
+    "check_all_processes",
     "check_processes",
     "run_outcomes",
     "run_ranks",

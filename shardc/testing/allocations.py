@@ -1,15 +1,24 @@
-"""What torch's profiler saw a call allocate: the yardstick for predicted memory."""
+"""What torch's profiler saw a call or a step allocate on CPU: the yardstick for predicted memory."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from shardc import _torch
+from shardc.capture import observe
+from shardc.hosts import ProcessHost
+from shardc.runtime.comm import Start
+from shardc.runtime.process import Pending, ProcessGroupCommunicator
+from shardc.runtime.state import to_local
+
+if TYPE_CHECKING:
+    from shardc.api import CompiledStep
 
 
 @dataclass(frozen=True)
@@ -37,7 +46,7 @@ def allocations(call: Callable[[], Any]) -> Allocations:
     live = peak = at = 0
     ends = -1
     operators = []
-    for begin, end, name, shapes in [*ranges, (float("inf"), float("inf"), "", "")]:
+    for begin, end, name, shapes in [*ranges, (2**63, 2**63, "", "")]:
         if begin < ends:
             continue  # called by the one before
         ends = end
@@ -59,3 +68,57 @@ def allocations(call: Callable[[], Any]) -> Allocations:
 def storage_bytes(tensors: Iterable[Tensor]) -> int:
     """Bytes of distinct storages."""
     return sum({_torch.storage_id(t): t.untyped_storage().nbytes() for t in tensors}.values())
+
+
+@dataclass(frozen=True)
+class StepMemory:
+    """Bytes on this rank.
+
+    Args:
+        state: of the step's state between steps.
+        base: of state, inputs and constants when a step starts.
+        peak: the most within a step, the base included.
+    """
+
+    state: int
+    base: int
+    peak: int
+
+
+class _Settling(ProcessGroupCommunicator):
+    """Goes on when the threads of the process group have let go of the buffers, on busy cores some time after a collective: if
+    one of them were the last to hold a buffer, it would free it unseen by the profiler, which follows this thread alone."""
+
+    def start(self, request: Start) -> Pending:
+        self.counts = [(t, _torch.references(t)) for t in (request.inp, request.out) if t is not None]
+        return super().start(request)
+
+    def wait(self, handle: Pending) -> None:
+        super().wait(handle)
+        del handle.work
+        until = time.monotonic() + 2.0
+        while any(_torch.references(t) > n for t, n in self.counts) and time.monotonic() < until:
+            time.sleep(0.0001)
+        self.counts = []
+
+
+def step_memory(step: CompiledStep, *args: Any) -> StepMemory:
+    """Measure a step that has reached its steady state.
+
+    Args:
+        args: the step's; inputs are this rank's parts.
+    """
+    host = step._host
+    if isinstance(host, ProcessHost):
+        plain = host.communicator
+        host.communicator = _Settling(plain.mesh, plain.coord, plain.groups.__getitem__)
+    try:
+        seen = allocations(lambda: step(*args))
+    finally:
+        if isinstance(host, ProcessHost):
+            host.communicator = plain
+    world = observe(step.fn, args, {})
+    state = [to_local(ref.get()) for ref in world.slots.values()]
+    constants = [t for v in step.variants for t in v.captured.constants.values() if isinstance(t, Tensor)]
+    base = storage_bytes([*state, *world.inputs.values(), *constants])
+    return StepMemory(storage_bytes(state), base, base + seen.peak)

@@ -3,6 +3,8 @@
     case = cases().example()
     case.check()            # raises what is wrong
     print(case.script())    # a file that does the same
+
+The draws of `cases` depend on Hypothesis' seed alone.
 """
 
 from __future__ import annotations

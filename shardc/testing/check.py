@@ -5,7 +5,7 @@
 Both run in float64 from the same state on the same batches, torch seeded alike before each call. After every call the returned
 values, parameters, buffers, gradients, optimizer state and Python numbers must agree: integers exactly, floating-point tensors
 within ``max(1e-10 max|ref|, 10 d)``, where d is how far the oracle is from itself when its sums are re-associated or its
-parameters moved by one unit in the last place.
+parameters and inputs moved by one unit in the last place.
 """
 
 from __future__ import annotations
@@ -195,9 +195,29 @@ def check_processes(
         Mismatch: as `check`; also when two ranks return different scalars.
         RankFailure: a rank raised, died or was too slow.
     """
-    given = {"mesh": {"dp": ranks}, "rng": "torch", **options}
+    return check_all_processes(ranks, train_step, make_state, batches, [options], dtype=dtype, rtol=rtol, timeout=timeout)[0]
+
+
+def check_all_processes(
+    ranks: int,
+    train_step: Callable[..., Any],
+    make_state: MakeState,
+    batches: Sequence[Batch],
+    options_list: Sequence[Mapping[str, Any]],
+    *,
+    dtype: torch.dtype | None = torch.float64,
+    rtol: float = RTOL,
+    timeout: float = 180.0,
+) -> list[Report]:
+    """`check_processes` for many option sets; the processes start and the oracle runs once. `timeout` is for all together."""
+    given = [{"mesh": {"dp": ranks}, "rng": "torch", **options} for options in options_list]
     oracle = Oracle(train_step, make_state, batches, dtype)
-    per_rank = run_ranks(ranks, _rank_run, oracle, given, timeout=timeout)
+    per_rank = run_ranks(ranks, _rank_runs, oracle, given, timeout=timeout)
+    return [_joined(oracle, rtol, options, [runs[k] for runs in per_rank]) for k, options in enumerate(given)]
+
+
+def _joined(oracle: Oracle, rtol: float, options: Mapping[str, Any], per_rank: list[list[Step]]) -> Report:
+    """Compare what the ranks' runs, taken together, did."""
     tally, rounded = Tally(oracle, rtol), []
     for index in range(len(oracle.batches)):
         parts = [steps[index] for steps in per_rank]
@@ -205,12 +225,16 @@ def check_processes(
         bad, near = tally.step(index, got)
         rounded.extend(near)
         if bad:
-            raise Mismatch(bad, where=f"{ranks} processes, options {_shown(given)}")
-    return Report(_shown(given), len(oracle.batches), tally.compared, tally.worst, tally.worst_path, tuple(rounded))
+            raise Mismatch(bad, where=f"{len(per_rank)} processes, options {_shown(options)}")
+    return Report(_shown(options), len(oracle.batches), tally.compared, tally.worst, tally.worst_path, tuple(rounded))
+
+
+def _rank_runs(oracle: Oracle, options_list: Sequence[Mapping[str, Any]]) -> list[list[Step]]:
+    """One rank's run with each option set; rank 0 keeps the state, the others only what they returned."""
+    return [_rank_run(oracle, options) for options in options_list]
 
 
 def _rank_run(oracle: Oracle, options: Mapping[str, Any]) -> list[Step]:
-    """One rank's run; rank 0 keeps the state, the others only what they returned."""
     import torch.distributed as dist
 
     from shardc.testing.ranks import deal

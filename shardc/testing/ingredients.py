@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn
 
+from shardc.testing.expressions import ACROSS, ROWWISE
+
 
 @dataclass
 class Model:
@@ -205,12 +207,55 @@ def _pool(draw: DrawFn, m: Model) -> None:
         m.shape = (c, h - 1, w - 1)
 
 
+def _rowwise(draw: DrawFn, m: Model) -> None:
+    m.forward.append(f"x = {draw(st.sampled_from(ROWWISE))}")
+
+
+def _across(draw: DrawFn, m: Model) -> None:
+    m.forward.append(f"x = {draw(st.sampled_from(ACROSS))}  # rows depend on each other")
+
+
+def _prelu(draw: DrawFn, m: Model) -> None:
+    m.forward.append(f"x = {m.add(m.name('prelu'), 'nn.PReLU()')}(x)")
+
+
+def _bilinear(draw: DrawFn, m: Model) -> None:
+    m.forward.append(f"x = {m.add(m.name('bilinear'), f'nn.Bilinear({m.width}, {m.width}, {m.width})')}(x, x.tanh())")
+
+
+def _recurrent(draw: DrawFn, m: Model) -> None:
+    kind, new = draw(st.sampled_from(["GRU", "LSTM", "RNN"])), draw(SIZES)
+    m.forward.append(f"x = {m.add(m.name('cells'), f'nn.{kind}({m.width}, {new}, batch_first=True)')}(x)[0]")
+    m.shape = (m.shape[0], new)
+
+
+def _transformer(draw: DrawFn, m: Model) -> None:
+    heads = draw(st.sampled_from([h for h in (1, 2, 3) if m.width % h == 0]))
+    first = draw(st.booleans())
+    text = f"nn.TransformerEncoderLayer({m.width}, {heads}, {2 * m.width}, 0.0, batch_first=True, norm_first={first})"
+    m.forward.append(f"x = {m.add(m.name('encoder'), text)}(x)")
+
+
+def _convolution(draw: DrawFn, m: Model) -> None:
+    """Over the sequence: the whole width, or each channel for itself."""
+    groups = draw(st.sampled_from([1, m.width]))
+    layer = m.add(m.name("conv"), f"nn.Conv1d({m.width}, {m.width}, 3, padding=1, groups={groups})")
+    m.forward.append(f"x = {layer}(x.transpose(1, 2)).transpose(1, 2)")
+
+
+def _checkpointed(draw: DrawFn, m: Model) -> None:
+    n, inner = m.name(""), draw(SIZES)
+    layer = m.add(f"block{n}", f"nn.Sequential(nn.Linear({m.width}, {inner}), nn.Tanh(), nn.Linear({inner}, {m.width}))")
+    m.forward.append(f"x = torch.utils.checkpoint.checkpoint({layer}, x, use_reentrant=False)")
+
+
 ANY = (_linear, _activation, _residual, _tied, _scale, _buffer, _statistic, _counter, _frozen, _unused)
 """Layers for inputs with features last, exact on integers."""
-INEXACT = (_layer_norm, _softmax, _rms_norm, _gated, _concat, _maximum, _roll, _batch_mean)
-SEQUENCE = (_attention, _mix, _prefix, _last, _positions)
+INEXACT = (_layer_norm, _softmax, _rms_norm, _gated, _concat, _maximum, _roll, _batch_mean, _rowwise, _rowwise, _rowwise,
+           _across, _across, _prelu, _bilinear, _checkpointed)  # fmt: skip
+SEQUENCE = (_attention, _mix, _prefix, _last, _positions, _recurrent, _transformer, _convolution)
 IMAGES = (_conv, _activation, _counter)
-IMAGES_INEXACT = (_group_norm, _pool, _batch_mean)
+IMAGES_INEXACT = (_group_norm, _pool, _batch_mean, _across)
 
 
 def layers(kind: str, m: Model, rows: int, dropout: bool) -> list[Layer]:
@@ -256,22 +301,45 @@ def loss_lines(draw: DrawFn, m: Model, rows: int, vocab: int, exact: bool) -> tu
     return [f"loss = F.cross_entropy({draw(st.sampled_from(shaped))}{extra})"], target, width
 
 
+AFTER = (
+    'for group in optimizer.param_groups: group["lr"] *= 0.9',
+    "with torch.no_grad(): model.head.weight.mul_(0.99)",
+    "with torch.no_grad(): list(model.parameters())[0].clamp_(-2, 2)",
+)
+"""Lines that may follow the optimizer's step."""
+
+
 def step_lines(draw: DrawFn, loss: list[str], exact: bool) -> list[str]:
     """The lines of the training step."""
     before = draw(st.booleans())
-    clip = [] if exact or not draw(st.booleans()) else ["torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)"]
+    clips = ("clip_grad_norm_(model.parameters(), 0.5)", "clip_grad_value_(model.parameters(), 0.05)",
+             'clip_grad_norm_(model.parameters(), 0.5, norm_type=float("inf"))')  # fmt: skip
+    clip = [] if exact or not draw(st.booleans()) else [f"torch.nn.utils.{draw(st.sampled_from((clips[0], *clips)))}"]
     zero = [f"optimizer.zero_grad({draw(st.sampled_from(['', 'set_to_none=False']))})"]
-    body = ["out = model(x)", *loss, "loss.backward()", *clip, "optimizer.step()"]
-    return [*(zero if before else []), *body, *([] if before else zero), "return loss"]
+    back = ["loss.backward()"]
+    if not exact:
+        back = draw(st.sampled_from([back, back, _TWICE, _PENALTY]))
+    after = [] if exact else draw(st.sampled_from([[], [], *([line] for line in AFTER)]))
+    body = ["out = model(x)", *loss, *back, *clip, "optimizer.step()", *after]
+    result = draw(st.sampled_from(["loss", "loss", "loss, out", '{"loss": loss.detach(), "sum": out.sum(0)}']))
+    return [*(zero if before else []), *body, *([] if before else zero), f"return {result}"]
+
+
+_TWICE = ["(0.3 * loss).backward(retain_graph=True)", "(0.7 * loss).backward()"]
+_PENALTY = [
+    "(slope,) = torch.autograd.grad(loss, model.head.weight, create_graph=True)",
+    "(loss + 0.1 * slope.pow(2).sum()).backward()",
+]
 
 
 def optimizer_text(draw: DrawFn, exact: bool) -> str:
     """``torch.optim.X(model.parameters(), ...)``."""
     if exact:
         return f"torch.optim.SGD(model.parameters(), lr=2.0**-6{draw(st.sampled_from(['', ', momentum=0.5']))})"
+    sgd = ["momentum=0.9", "momentum=0.9, nesterov=True", "weight_decay=0.1", "momentum=0.5, dampening=0.1", "maximize=True"]
     name, extras = draw(
         st.sampled_from([
-            ("SGD", ["", "momentum=0.9", "momentum=0.9, nesterov=True", "weight_decay=0.1"]),
+            ("SGD", ["", *sgd]),
             ("AdamW", ["", "weight_decay=0.1", "amsgrad=True", "betas=(0.8, 0.99)"]),
             ("Adam", ["", "weight_decay=0.1", "amsgrad=True"]),
             ("RMSprop", ["", "momentum=0.9", "centered=True"]),
@@ -279,6 +347,8 @@ def optimizer_text(draw: DrawFn, exact: bool) -> str:
             ("Adamax", ["", "weight_decay=0.1"]),
             ("Adadelta", ["", "weight_decay=0.1"]),
             ("Adagrad", ["", "lr_decay=0.1", "initial_accumulator_value=0.1"]),
+            ("RAdam", ["", "weight_decay=0.1, decoupled_weight_decay=True", "betas=(0.5, 0.9)"]),
+            ("ASGD", ["", "weight_decay=0.1"]),
         ])
     )  # fmt: skip
     extra = draw(st.sampled_from(extras))
@@ -288,5 +358,3 @@ def optimizer_text(draw: DrawFn, exact: bool) -> str:
     params = draw(st.sampled_from(["model.parameters()", "groups(model)"]))
     given = ["lr=0.05" if name == "SGD" else "lr=0.01", extra, draw(st.sampled_from(paths))]
     return f"torch.optim.{name}({params}, {', '.join(g for g in given if g)})"
-
-

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,9 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from shardc.testing.snapshot import Snapshot, flatten, snapshot
+
+NUDGED = 3
+"""Runs from nudged parameters and inputs that a comparison may ask for."""
 
 MakeState = Callable[[], tuple[Any, ...]]
 Batch = Any
@@ -53,7 +57,7 @@ class Oracle:
         self.fn, self.make_state, self.batches, self.dtype = fn, make_state, list(batches), dtype
         self._plain: Run | None = None
         self._second: Run | None = None
-        self._nudged: Run | None = None
+        self._nudged: list[Run] = []
 
     @property
     def plain(self) -> Run:
@@ -66,8 +70,8 @@ class Oracle:
         """A run that differs from the plain one by rounding alone.
 
         Batch rows are reversed, which re-associates every sum over the batch. Where that would change more than rounding (the
-        step draws random numbers, or its scalars depend on the order of the rows), the parameters are moved by one unit in the
-        last place instead.
+        step draws random numbers, or its scalars depend on the order of the rows), parameters and inputs are moved by one unit
+        in the last place instead.
         """
         if self._second is None:
             if not self.plain.random:
@@ -75,15 +79,16 @@ class Oracle:
                 if _same_scalars(self.plain.steps[0].results, run.steps[0].results):
                     self._second = run
             if self._second is None:
-                self._second = self.nudged
+                self._second = self.nudged(0)
         return self._second
 
-    @property
-    def nudged(self) -> Run:
-        """A run from parameters that are one unit in the last place larger."""
-        if self._nudged is None:
-            self._nudged = self.run(self.fn, state=nudge)
-        return self._nudged
+    def nudged(self, k: int) -> Run:
+        """A run from parameters and inputs that are one unit in the last place larger or smaller, as `k` has it."""
+        while len(self._nudged) <= k:
+            g = torch.Generator().manual_seed(len(self._nudged))
+            state, batch = functools.partial(nudge, generator=g), functools.partial(nudged_inputs, generator=g)
+            self._nudged.append(self.run(self.fn, state=state, batch=batch))
+        return self._nudged[k]
 
     def others(self) -> Iterator[Run]:
         """Runs that differ from the plain one by rounding alone, the dear ones made only if asked for.
@@ -91,8 +96,8 @@ class Oracle:
         One may agree with it by chance, as a sum of two rows does with that of the rows reversed.
         """
         yield self.second
-        if self.second is not self.nudged:
-            yield self.nudged
+        for k in range(NUDGED):
+            yield self.nudged(k)
 
     def state(self) -> tuple[Any, ...]:
         """The leading arguments, fresh, in the oracle's dtype."""
@@ -181,13 +186,23 @@ def reverse_rows(tree: Any) -> Any:
     return pytree.tree_map(lambda x: x.flip(0) if isinstance(x, Tensor) and x.dim() and x.shape[0] == rows else x, tree)
 
 
-def nudge(state: Any) -> None:
-    """Move each floating-point parameter to the next number of its dtype, in place."""
+def nudge(state: Any, generator: torch.Generator) -> None:
+    """Move each floating-point parameter to a neighbour in its dtype, in place."""
     for module in pytree.tree_leaves(state):
         if isinstance(module, nn.Module):
             for p in module.parameters():
                 if p.is_floating_point() and p.device.type != "meta":
-                    p.data.copy_(torch.nextafter(p.data, torch.full_like(p.data, float("inf"))))
+                    p.data.copy_(_neighbour(p.data, generator))
+
+
+def nudged_inputs(tree: Any, generator: torch.Generator) -> Any:
+    """Floating-point tensors moved to a neighbour in their dtype; what is zero (or infinite) stays."""
+    return pytree.tree_map(lambda x: _neighbour(x, generator) if isinstance(x, Tensor) and x.is_floating_point() else x, tree)
+
+
+def _neighbour(x: Tensor, generator: torch.Generator) -> Tensor:
+    far = torch.randint(2, x.shape, generator=generator).to(x) * 4 - 2
+    return torch.where((x == 0) | ~x.isfinite(), x, torch.nextafter(x, x * far))
 
 
 def _same_scalars(a: Snapshot, b: Snapshot) -> bool:

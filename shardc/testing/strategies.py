@@ -166,6 +166,7 @@ _INTEGER_WEIGHTS = [
 _TEMPLATE = '''\
 import torch
 import torch.nn.functional as F
+import torch.utils.checkpoint
 from torch import nn
 
 

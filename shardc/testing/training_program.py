@@ -43,7 +43,7 @@ class TrainingProgram:
 
     @property
     def train_step(self) -> Callable[..., Any]:
-        """``train_step(model, optimizer, *batch) -> loss`` (0-d)."""
+        """``train_step(model, optimizer, *batch)``; returns its loss (0-d), alone or with other tensors."""
         step: Callable[..., Any] = self._namespace["train_step"]
         return step
 
