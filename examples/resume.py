@@ -50,6 +50,7 @@ def main() -> None:
     parser.add_argument("--zero", type=int, default=3, choices=(0, 1, 2, 3))
     parser.add_argument("--checkpoint", type=Path, default=Path("out/resume"))
     parser.add_argument("--every", type=int, default=5, help="steps between two checkpoints")
+    parser.add_argument("--asynchronous", action="store_true", help="save while training goes on")
     parser.add_argument("--losses", type=Path, help="where rank 0 appends a line for each step")
     parser.add_argument("--die", type=int, help="kill a rank in front of this step, in the first attempt")
     parser.add_argument("--die-rank", type=int, default=1)
@@ -73,7 +74,7 @@ def main() -> None:
             with args.losses.open("a") as f:
                 f.write(json.dumps({"step": i, "loss": loss}) + "\n")
         if (i + 1) % args.every == 0 or i + 1 == args.steps:
-            shardc.save(args.checkpoint, step, asynchronous=True)
+            shardc.save(args.checkpoint, step, asynchronous=args.asynchronous)
     if step.checkpoints.saving is not None:
         step.checkpoints.saving.result()
     if rank == 0:

@@ -20,4 +20,7 @@ def __getattr__(name: str) -> object:
     raise AttributeError(f"module 'shardc' has no attribute {name!r}")
 
 
-__all__ = ["CompiledStep", "Mesh", "P", "Plan", "ShardSpec", "ShardcError", "compile", "constrain", "gathered", "init", "load", "save"]
+__all__ = [
+    "CompiledStep", "Mesh", "P", "Plan", "ShardSpec", "ShardcError", "compile",
+    "constrain", "gathered", "init", "load", "save",
+]  # fmt: skip
