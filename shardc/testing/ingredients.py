@@ -39,6 +39,11 @@ class Model:
         return len(self.shape) == 2 and any("self.norm" in line for line in self.forward)
 
     @property
+    def attends(self) -> bool:
+        """Whether there is attention, whose kernels have no second derivative."""
+        return any("scaled_dot_product" in line or "encoder" in line for line in self.forward)
+
+    @property
     def width(self) -> int:
         return self.shape[-1]
 
@@ -284,6 +289,8 @@ def loss_lines(draw: DrawFn, m: Model, rows: int, vocab: int, exact: bool) -> tu
     width = draw(st.sampled_from([vocab, 2, 4]))
     real = [f"y = numbers(g, {', '.join(map(str, (*lead, width)))})"]
     kind = draw(st.sampled_from(["sum"] if exact else LOSSES))
+    if kind == "contrastive" and rows == 1:  # there is no other row, and nothing to learn
+        kind = "mean"
     if kind in ("mean", "sum"):
         return [f'loss = F.mse_loss(out, y, reduction="{kind}")'], real, width
     if kind in REAL_LOSSES:
@@ -309,8 +316,9 @@ AFTER = (
 """Lines that may follow the optimizer's step."""
 
 
-def step_lines(draw: DrawFn, loss: list[str], exact: bool) -> list[str]:
+def step_lines(draw: DrawFn, m: Model, loss: list[str]) -> list[str]:
     """The lines of the training step."""
+    exact = m.exact
     before = draw(st.booleans())
     clips = ("clip_grad_norm_(model.parameters(), 0.5)", "clip_grad_value_(model.parameters(), 0.05)",
              'clip_grad_norm_(model.parameters(), 0.5, norm_type=float("inf"))')  # fmt: skip
@@ -318,7 +326,7 @@ def step_lines(draw: DrawFn, loss: list[str], exact: bool) -> list[str]:
     zero = [f"optimizer.zero_grad({draw(st.sampled_from(['', 'set_to_none=False']))})"]
     back = ["loss.backward()"]
     if not exact:
-        back = draw(st.sampled_from([back, back, _TWICE, _PENALTY]))
+        back = draw(st.sampled_from([back, back, _TWICE, back if m.attends else _PENALTY]))
     after = [] if exact else draw(st.sampled_from([[], [], *([line] for line in AFTER)]))
     body = ["out = model(x)", *loss, *back, *clip, "optimizer.step()", *after]
     result = draw(st.sampled_from(["loss", "loss", "loss, out", '{"loss": loss.detach(), "sum": out.sum(0)}']))

@@ -148,7 +148,7 @@ def programs(
         m.forward.append(f"return {m.add('head', f'nn.Linear({m.width}, {classes})')}(x)")
     steps = (1 if depth else 2) if exact else 3  # a second step would need more than the 53 bits of a float64
     body = {
-        "init": m.init, "forward": m.forward, "step": step_lines(draw, loss, exact), "optimizer": [optimizer_text(draw, exact)],
+        "init": m.init, "forward": m.forward, "step": step_lines(draw, m, loss), "optimizer": [optimizer_text(draw, exact)],
         "numbers": ["torch.randint(-2, 3, shape, generator=g).float()" if exact else "torch.randn(shape, generator=g)"],
         "batch": [f"x = {inputs}", *target], "steps": [str(steps)],
         "weights": _INTEGER_WEIGHTS if exact else [],
