@@ -3,7 +3,9 @@
 import importlib
 
 from shardc.api import CompiledStep, compile
+from shardc.checkpoint import load, save
 from shardc.errors import ShardcError
+from shardc.init import init
 from shardc.mesh import Mesh
 from shardc.ops.constrain import constrain
 from shardc.ops.save_name import save_name
@@ -19,4 +21,18 @@ def __getattr__(name: str) -> object:
     raise AttributeError(f"module 'shardc' has no attribute {name!r}")
 
 
-__all__ = ["CompiledStep", "Mesh", "P", "Plan", "ShardSpec", "ShardcError", "compile", "constrain", "gathered", "save_name"]
+__all__ = [
+    "CompiledStep",
+    "Mesh",
+    "P",
+    "Plan",
+    "ShardSpec",
+    "ShardcError",
+    "compile",
+    "constrain",
+    "gathered",
+    "init",
+    "load",
+    "save",
+    "save_name",
+]

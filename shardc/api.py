@@ -7,6 +7,7 @@ import contextvars
 import dataclasses
 import functools
 import os
+import re
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -16,6 +17,8 @@ import torch
 
 from shardc import passes
 from shardc.capture import Captured, World, capture, observe
+from shardc.checkpoint.restore import Loading
+from shardc.checkpoint.steps import Checkpoints
 from shardc.decide import PlaceFirst, decider, dry
 from shardc.errors import CaptureError, OptionError, PlanError, ShardcError, StateError
 from shardc.hosts import Call, Finished, Host, LocalHost, ProcessHost, Streams, check_rows, row_axes
@@ -106,6 +109,7 @@ class CompiledStep:
         self._watch = Watch()
         self._poisoned: str | None = None
         self._seed: int | None = options.seed
+        self.checkpoints = Checkpoints()
 
     @property
     def plan(self) -> Plan:
@@ -137,9 +141,14 @@ class CompiledStep:
             instead(self, args, kwargs)
         if self._poisoned is not None:
             raise StateError(
-                f"the state is that of half a step: {self._poisoned}", hint="load a checkpoint into new objects, or stop"
+                f"the state is that of half a step: {self._poisoned}", hint="shardc.load(path, step) a checkpoint, or stop"
             )
         world, host = self._seen(args, kwargs)
+        loading = self.checkpoints.loading
+        if loading is not None:
+            with host.together("checkpoint"):
+                loading.prepare(world.arguments, self.fn, host.ranks)
+                world = self._observe(args, kwargs)
         call = host.meet(world, self.options, self._signature(world), lambda: _static(world))
         known: list[Any] = []  # decisions of this call, as far as they are known
         failed: Guard | None = None
@@ -148,9 +157,13 @@ class CompiledStep:
             new = variant is None
             if variant is None:
                 variant, world = self._new(args, kwargs, world, call, host, known, failed)
-            if new:
+            if new or loading is not None:
                 world = self._place(args, kwargs, world, host, variant.plan)
-            self._arguments = {name: value for name, value in world.arguments.items() if _has_state(value)}
+            if loading is not None:
+                self._fill(loading, world, host)
+                loading, known = None, []  # what was decided on the values before does not count
+            slots = {re.split(r"[.\[]", path, maxsplit=1)[0] for path in world.slots}  # EMA lists, trainers that hold the model
+            self._arguments = {name: value for name, value in world.arguments.items() if name in slots or _has_state(value)}
             done, streams = self._run(variant, world, call, host, len(known))
             if done.failed is None:
                 break
@@ -176,9 +189,16 @@ class CompiledStep:
         """Put state where plans want it; returns the world as it is then."""
         owners = [*world.arguments.values(), *(o.value for o in world.outside)]
         with host.together("state"):
-            moved = host.place(world, plan, owners)
+            moved = host.place(world, plan, owners, self.checkpoints.loading)
         host.agree({"state": "in place"})
         return self._observe(args, kwargs) if moved else world
+
+    def _fill(self, loading: Loading, world: World, host: Host) -> None:
+        """The values of a checkpoint go into state that is in place."""
+        self._poisoned = "a checkpoint was loaded in part"
+        with host.together("checkpoint"):
+            loading.fill(world.arguments, self.fn, host.ranks)
+        self._poisoned = self.checkpoints.loading = None
 
     def _new(
         self, args: Any, kwargs: Any, world: World, call: Call, host: Host, known: list[Any], failed: Guard | None
@@ -332,6 +352,10 @@ class CompiledStep:
             out[path] = mine if scale == 1 else TensorType((mine.shape[0] * scale, *mine.shape[1:]), mine.dtype)
         check_rows(out, self.options)
         return out
+
+    def changed_numbers(self) -> set[str]:
+        """Paths of plain attributes that steps so far have changed (a counter on the model)."""
+        return {p for v in self.variants for p in (*v.captured.carried, *v.captured.effects.assigned)}
 
     # -- state -----------------------------------------------------------------------------------------------------
 

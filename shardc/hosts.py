@@ -27,7 +27,7 @@ from shardc.runtime.layout import assemble, cut, split
 from shardc.runtime.process import ProcessGroupCommunicator
 from shardc.runtime.rng import CounterStream, Stream, TorchStream
 from shardc.runtime.simulate import simulate
-from shardc.runtime.state import rest, shard_module_state, take_up
+from shardc.runtime.state import Values, rest, shard_module_state, take_up
 from shardc.runtime.world import Ranks
 from shardc.spec import Factor, P, ShardSpec
 
@@ -68,7 +68,7 @@ class Host(Protocol):
     def together(self, what: str) -> contextlib.AbstractContextManager[None]:
         """Around what each rank does alone: if it fails on one, the others are told and stop too."""
 
-    def place(self, world: World, plan: Plan, owners: Sequence[object]) -> bool:
+    def place(self, world: World, plan: Plan, owners: Sequence[object], values: Values | None = None) -> bool:
         """Put state where the plan wants it; True if the user's objects were replaced (observe anew)."""
 
     def executors(self, plan: Plan) -> list[Executor]: ...
@@ -150,8 +150,8 @@ class LocalHost:
     def together(self, what: str) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
-    def place(self, world: World, plan: Plan, owners: Sequence[object]) -> bool:
-        return shard_module_state(world.slots.values(), _storage(plan), self.ranks, owners, compare=False)
+    def place(self, world: World, plan: Plan, owners: Sequence[object], values: Values | None = None) -> bool:
+        return shard_module_state(world.slots.values(), _storage(plan), self.ranks, owners, compare=False, values=values)
 
     def executors(self, plan: Plan) -> list[Executor]:
         return [Executor(plan.instructions, self.mesh, c, self.ranks.device) for c in self.mesh.coords()]
@@ -249,8 +249,8 @@ class ProcessHost:
                     agree(self.ranks, {what: f"failed: {type(error).__name__}: {error}"})
             raise
 
-    def place(self, world: World, plan: Plan, owners: Sequence[object]) -> bool:
-        return shard_module_state(world.slots.values(), _storage(plan), self.ranks, owners)
+    def place(self, world: World, plan: Plan, owners: Sequence[object], values: Values | None = None) -> bool:
+        return shard_module_state(world.slots.values(), _storage(plan), self.ranks, owners, values=values)
 
     def executors(self, plan: Plan) -> list[Executor]:
         return [Executor(plan.instructions, self.mesh, self.ranks.coord, self.ranks.device)]

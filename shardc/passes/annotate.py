@@ -6,7 +6,7 @@ nodes that are a pinned version of a slot carry that spec as a pin (propagate ma
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from fnmatch import fnmatchcase
 
@@ -27,7 +27,7 @@ CONSTRAIN = torch.ops.shardc.constrain.default
 def annotate(program: Program, options: Options) -> Program:
     out = program.copy()
     assert out.mesh is not None
-    pins = _pins(out, options)
+    pins = _pins(out.slots, options)
     for path, slot in out.slots.items():
         out.slots[path] = _slot_specs(slot, out.slots.get(slot.of), pins, options, out.mesh)
     for path, node in out.entry.items():
@@ -77,7 +77,15 @@ def _is_pinned(program: Program, node: fx.Node, slot: Slot, options: Options) ->
     return not joint
 
 
-def _pins(program: Program, options: Options) -> Mapping[str, P]:
+def slot_storage(slots: Iterable[Slot], options: Options, mesh: Mesh) -> dict[str, ShardSpec]:
+    """How the state of a model will rest in a step with these options, before there is a program."""
+    found = {slot.path: slot for slot in slots}
+    pins = _pins(found, options)
+    placed = {path: _slot_specs(slot, found.get(slot.of), pins, options, mesh).storage for path, slot in found.items()}
+    return {path: spec for path, spec in placed.items() if spec is not None}
+
+
+def _pins(slots: Mapping[str, Slot], options: Options) -> Mapping[str, P]:
     """Parameter path -> P, from patterns over `name` and `argument.name`.
 
     Raises:
@@ -85,7 +93,7 @@ def _pins(program: Program, options: Options) -> Mapping[str, P]:
         SpecError: two patterns that give one parameter different specs.
     """
     found: dict[str, tuple[str, P]] = {}
-    names = {path: slot for path, slot in program.slots.items() if slot.kind in (SlotKind.PARAMETER, SlotKind.BUFFER)}
+    names = {path: slot for path, slot in slots.items() if slot.kind in (SlotKind.PARAMETER, SlotKind.BUFFER)}
     for pattern, p in options.params.items():
         hits = [path for path, slot in names.items() if any(_matches(alias, pattern) for alias in (path, *slot.aliases))]
         if not hits:

@@ -30,6 +30,19 @@ from shardc.runtime.world import Ranks
 from shardc.spec import ShardSpec
 
 
+class Values(Protocol):
+    """Where values come from that the user's tensors do not have yet: a checkpoint, a deferred initialisation."""
+
+    def gives(self, t: Tensor) -> bool:
+        """Whether it has the values of a tensor without memory."""
+
+    def replaces(self, t: Tensor) -> bool:
+        """Whether the values that a tensor has do not matter."""
+
+    def whole(self, t: Tensor, device: torch.device) -> Tensor:
+        """The whole tensor on `device`; it is dropped before the next is asked for."""
+
+
 class Ref(Protocol):
     """A piece of state in the user's objects (`shardc.capture` makes them)."""
 
@@ -92,6 +105,7 @@ def shard_module_state(
     owners: Iterable[object],
     *,
     compare: bool = True,
+    values: Values | None = None,
 ) -> bool:
     """Replace the user's state by this rank's part of it, on the mesh's device, tensor by tensor.
 
@@ -104,6 +118,7 @@ def shard_module_state(
         specs: storage spec of each path; a gradient without one rests as its parameter does.
         owners: the arguments of the step, and what its code reaches through closures and globals.
         compare: whether to check that all ranks hold the same values.
+        values: of tensors that have none; without it modules draw those of meta tensors themselves.
 
     Returns:
         Whether tensors were replaced: the refs are stale then, observe the world anew.
@@ -121,11 +136,13 @@ def shard_module_state(
             _check_placed(path, t, spec_of[path], ranks)
         else:
             plain[path] = t
-    meta = {id(t): path for path, t in plain.items() if t.is_meta}
+    given = {path for path, t in plain.items() if values is not None and values.gives(t)}
+    meta = {id(t): path for path, t in plain.items() if t.is_meta and path not in given}
     if compare and ranks.distributed:
         names = [f"{path} {TensorType.of(t)}" for path, t in plain.items()]
-        agree_values(ranks, names, [0 if t.is_meta else fingerprint(t) for t in plain.values()], "initial state")
-    moving = {path: t for path, t in plain.items() if t.is_meta or (ranks.distributed and _moves(kept[path], spec_of[path], t))}
+        agree_values(ranks, names, [_known(t, values) for t in plain.values()], "initial state")
+    moving = {path: t for path, t in plain.items() if t.is_meta or path in given or (
+        ranks.distributed and _moves(kept[path], spec_of[path], t))}
     if not moving:
         return _move(plain.values(), ranks)
     where = places(owners, moving.values())
@@ -143,6 +160,10 @@ def shard_module_state(
         if ref.get() is old:
             ref.set(new)
 
+    for path in [p for p in plain if p in given]:
+        assert values is not None
+        old = plain.pop(path)
+        replace(path, old, values.whole(old, ranks.device))
     for old, value in materialise(where.modules, meta, ranks) if meta else ():
         replace(meta[id(old)], old, value)
         del plain[meta[id(old)]]
@@ -157,6 +178,11 @@ def shard_module_state(
         if not known and any(isinstance(t, DTensor) for t in (*module._parameters.values(), *module._buffers.values())):
             module.register_load_state_dict_pre_hook(_place_loaded)  # type: ignore[no-untyped-call]
     return True
+
+
+def _known(t: Tensor, values: Values | None) -> int:
+    """A number for the values of a tensor that the ranks compare."""
+    return 0 if t.is_meta or (values is not None and (values.gives(t) or values.replaces(t))) else fingerprint(t)
 
 
 def _moves(ref: Ref, spec: ShardSpec, t: Tensor) -> bool:

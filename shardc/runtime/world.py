@@ -145,13 +145,28 @@ def setup(mesh: Mesh, near: Iterable[torch.Tensor] = ()) -> Ranks:
     if not dist.is_initialized():
         if kind == "cuda":
             torch.cuda.set_device(device)
-        dist.init_process_group("nccl" if kind == "cuda" else "gloo", device_id=device if kind == "cuda" else None)
+        _start_group(kind, device)
     for t in near:
         there = t.device_mesh if isinstance(t, DTensor) else None
         if there is not None and (there.mesh_dim_names, tuple(there.shape)) == (resolved.names, resolved.shape):
             return Ranks(resolved, dist.get_rank(), device, there)
     torch_mesh = init_device_mesh(kind, resolved.shape, mesh_dim_names=resolved.names)
     return Ranks(resolved, dist.get_rank(), device, torch_mesh)
+
+
+def _start_group(kind: str, device: torch.device) -> None:
+    """Make the default group. Restarted workers of one host meet under keys of their own: torchrun's store still has those of
+    the attempt before, and a rank that reads the address of a dead one waits in vain."""
+    backend, device_id = "nccl" if kind == "cuda" else "gloo", device if kind == "cuda" else None
+    attempt, world = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), os.environ["WORLD_SIZE"]
+    # On several hosts the agents count their restarts apart, so the number is no common key there.
+    shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and os.environ.get("LOCAL_WORLD_SIZE") == world
+    if attempt == "0" or not shared:
+        dist.init_process_group(backend, device_id=device_id)
+        return
+    agent = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)  # type: ignore[attr-defined]
+    store = dist.PrefixStore(f"attempt_{attempt}", agent)  # type: ignore[attr-defined]
+    dist.init_process_group(backend, store=store, rank=int(os.environ["RANK"]), world_size=int(world), device_id=device_id)
 
 
 def _local_device(kind: str) -> torch.device:

@@ -1,0 +1,43 @@
+"""Kill saves, and ranks, at random moments, and count what can be resumed.
+
+    python benchmarks/kills.py saves 100       # SIGKILL while a checkpoint is being written; the last one loads each time
+    python benchmarks/kills.py ranks 50        # SIGKILL one of two ranks under torchrun; the losses are those of one device
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+
+from test_checkpoint import kill_during_saves
+from test_restarts import check_restart, reference
+
+
+def main() -> int:
+    kind, count = sys.argv[1], int(sys.argv[2])
+    good, begin, draw = 0, time.monotonic(), random.Random(0)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        want = reference(folder / "one", 12) if kind == "ranks" else []
+        for k in range(count):
+            where = folder / f"{kind}{k % 10}" if kind == "saves" else folder / f"ranks{k}"
+            where.mkdir(exist_ok=True)
+            try:
+                if kind == "saves":
+                    kill_during_saves(where / "ckpt", 1, k)
+                else:
+                    check_restart(where, want, 2, draw.randrange(1, 12), draw.randrange(2), 12)
+                good += 1
+            except Exception as error:  # counted and named: the run goes on
+                print(f"{k}: {type(error).__name__}: {error}", flush=True)
+    print(f"{good} of {count} {kind} killed and resumed ({time.monotonic() - begin:.0f} s)")
+    return int(good != count)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
