@@ -16,12 +16,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree
 
 from shardc import _torch
 
 DTYPES = {"bf16": torch.bfloat16}
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 @contextlib.contextmanager
@@ -43,7 +43,7 @@ class _Caller:
 
     def around(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if isinstance(module, _BatchNorm):
+            if isinstance(module, BATCH_NORMS):
                 out = original(module, *self._cast(args, torch.float32), **self._cast(kwargs, torch.float32))
                 return self._cast(out, self.dtype) if self.inside else out
             if self.inside:
@@ -83,7 +83,7 @@ class _Caller:
         swapped: list[tuple[nn.Module, str, Any]] = []
         try:
             for module in root.modules():
-                if isinstance(module, _BatchNorm):
+                if isinstance(module, BATCH_NORMS):
                     continue
                 own = module.__dict__
                 swapped.append((module, "_parameters", own["_parameters"]))
