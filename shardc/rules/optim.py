@@ -27,5 +27,4 @@ def update(call: Call) -> Rule:
 
 TABLE: dict[str, Builder] = {
     **{f"shardc.{name}.default": update for name in NAMES.split()},
-    "aten._amp_update_scale.default": update,  # all of it is single numbers
 }
