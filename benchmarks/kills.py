@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import argparse
 import random
 import sys
 import tempfile
@@ -19,7 +20,11 @@ from test_restarts import check_restart, reference
 
 
 def main() -> int:
-    kind, count = sys.argv[1], int(sys.argv[2])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("kind", choices=("saves", "ranks"))
+    parser.add_argument("count", type=int)
+    args = parser.parse_args()
+    kind, count = args.kind, args.count
     good, begin, draw = 0, time.monotonic(), random.Random(0)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
