@@ -185,11 +185,6 @@ def current_value(x: FunctionalTensor) -> Tensor:
     return torch._from_functional_tensor(x.elem)
 
 
-def storage_key(x: Tensor) -> int:
-    """Equal for tensors that share one storage."""
-    return int(x.untyped_storage()._cdata)
-
-
 def is_traced(x: Tensor) -> bool:
     """Whether `x` is a value of a step that is being captured."""
     return isinstance(x, FunctionalTensor)

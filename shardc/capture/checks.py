@@ -48,7 +48,7 @@ def check_storages_and_devices(world: World) -> None:
         if t.numel() == 0 or hasattr(t, "placements"):
             continue
         start, stop = _extent(t)
-        spans = seen.setdefault(_torch.storage_key(t), [])
+        spans = seen.setdefault(_torch.storage_id(t), [])
         for a, b, other in spans:
             if start < b and a < stop and (path in world.slots or other in world.slots):
                 raise CaptureError(f"{path} and {other} are views of the same memory", where=path, hint="clone one of them")
