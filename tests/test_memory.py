@@ -119,7 +119,8 @@ def measure(name: str, zeros: list[int], befores: list[bool]) -> list[tuple[str,
     out = []
     for zero in zeros:
         for before in befores:
-            step = model = optimizer = seen = held = others = gradients = plan = None  # the case before dies before this one is counted
+            # the case before dies before this one is counted
+            step = model = optimizer = seen = held = others = gradients = plan = None
             gc.collect()
             others = alive()
             torch.manual_seed(0)
