@@ -7,6 +7,7 @@ plain data only (names of operators, not functions) and go to JSON and back.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -167,3 +168,39 @@ class Return(Instruction):
     results: tuple[Reg, ...] = ()
     specs: tuple[ShardSpec | None, ...] = ()
     numbers: tuple[tuple[str, Reg], ...] = ()
+
+
+def refs(arg: Any) -> Iterator[Reg]:
+    """The registers in an argument tree, in order, with repetitions."""
+    if isinstance(arg, Ref):
+        yield arg.reg
+    elif isinstance(arg, (list, tuple)):
+        for a in arg:
+            yield from refs(a)
+    elif isinstance(arg, dict):
+        for a in arg.values():
+            yield from refs(a)
+    elif isinstance(arg, slice):
+        yield from refs((arg.start, arg.stop, arg.step))
+
+
+def uses_of(instruction: Instruction) -> list[Reg]:
+    """The registers that an instruction reads."""
+    if isinstance(instruction, Compute):
+        return [*refs(instruction.args), *(r for _, v in instruction.kwargs for r in refs(v))]
+    if isinstance(instruction, (Collective, Write)):
+        return [instruction.src]
+    if isinstance(instruction, Guard):
+        return [instruction.reg]
+    if isinstance(instruction, Return):
+        return [*instruction.results, *(r for _, r in instruction.numbers)]
+    return []
+
+
+def outs_of(instruction: Instruction) -> tuple[Out, ...]:
+    """The results of an instruction, absent ones left out."""
+    if isinstance(instruction, Compute):
+        return tuple(o for o in instruction.outs if o is not None)
+    if isinstance(instruction, (Read, Input, Collective)):
+        return (instruction.out,)
+    return ()

@@ -12,10 +12,9 @@ from torch import fx
 
 import shardc.ops  # noqa: F401  (registers the operators)
 from shardc.dtypes import from_short
-from shardc.instructions import Collective, Compute, Delete, Input, Local, Read, Write
+from shardc.instructions import Collective, Compute, Delete, Input, Local, Read, Write, outs_of, uses_of
 from shardc.mesh import Mesh
 from shardc.plan import Plan, build
-from shardc.plan.alias import outs, uses
 from shardc.program import Info, Phase, Program, Slot, SlotKind, TensorType
 from shardc.reshard import STEP_OPS, reshard
 from shardc.runtime import Executor, execution, simulate
@@ -144,7 +143,7 @@ def code(plan: Plan) -> str:
     """One line for each instruction."""
     lines = []
     for i in plan.instructions:
-        made = ", ".join(f"r{o.reg}" for o in outs(i))
+        made = ", ".join(f"r{o.reg}" for o in outs_of(i))
         what = type(i).__name__.lower()
         if isinstance(i, (Read, Write, Delete, Input)):
             what += f" {i.path if isinstance(i, Input) else i.slot}"
@@ -152,7 +151,7 @@ def code(plan: Plan) -> str:
             what = f"{i.step.kind}@{i.step.axis}"
         elif isinstance(i, Compute):
             what = i.op.removesuffix(".default")
-        used = " ".join(f"r{r}" for r in uses(i))
+        used = " ".join(f"r{r}" for r in uses_of(i))
         free = f" free {' '.join(f'r{r}' for r in i.frees)}" if i.frees else ""
         place = " in place" if isinstance(i, Compute) and i.inplace else ""
         lines.append(f"{made + ' = ' if made else ''}{what}{' ' + used if used else ''}{place}{free}")

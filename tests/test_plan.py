@@ -12,9 +12,9 @@ from expecttest import assert_expected_inline
 from plan_drafts import Draft, aten, code, layers, plan_of, run
 
 from shardc.errors import PlanError
-from shardc.instructions import Compute, Local, Read
+from shardc.instructions import Compute, Local, Read, outs_of, uses_of
 from shardc.mesh import Mesh
-from shardc.plan.alias import last_uses, outs, uses
+from shardc.plan.alias import last_uses
 from shardc.program import TensorType
 from shardc.runtime import Executor, simulate
 from shardc.spec import ShardSpec
@@ -138,8 +138,8 @@ def test_frees_are_exact() -> None:
     last = last_uses(plan.instructions)
     for k, i in enumerate(plan.instructions[:-1]):
         assert all(last[r] == k for r in i.frees)
-    returned = set(uses(plan.instructions[-1]))
-    assert set(freed) == {o.reg for i in plan.instructions for o in outs(i)} - returned
+    returned = set(uses_of(plan.instructions[-1]))
+    assert set(freed) == {o.reg for i in plan.instructions for o in outs_of(i)} - returned
 
 
 def test_in_place_where_the_operand_dies() -> None:
@@ -147,7 +147,7 @@ def test_in_place_where_the_operand_dies() -> None:
     updates = [i for i in plan.instructions if isinstance(i, Compute) and i.op == "shardc.adam.default"]
     assert [u.inplace for u in updates] == [((0, 0), (1, 2), (2, 3), (3, 4))] * 2
     for u in updates:  # nothing is copied, and the slots' own storage has the new values
-        assert [plan.aliases.owner(o.reg) for o in outs(u)] == [
+        assert [plan.aliases.owner(o.reg) for o in outs_of(u)] == [
             *(i.slot for i in plan.instructions if isinstance(i, Read) and i.out.reg in {u.args[a].reg for _, a in u.inplace})
         ]
     assert not [i for i in plan.instructions if isinstance(i, Compute) and i.op == "aten.clone.default"]

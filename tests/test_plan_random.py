@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from plan_drafts import Draft, aten, plan_of
 from torch import fx
 
+from shardc.instructions import outs_of, uses_of
 from shardc.plan import Plan
-from shardc.plan.alias import outs, uses
 from shardc.program import Program
 from shardc.runtime import Executor, execution, simulate
 
@@ -99,7 +99,7 @@ def test_instructions_mean_what_the_program_means(drawn: tuple[Program, list[str
     assert outcome.stats.peak_bytes == plan.memory.peak_bytes
     live: set[int] = set()
     for i in plan.instructions:  # nothing is read that was freed
-        assert set(uses(i)) <= live
-        live |= {o.reg for o in outs(i)}
+        assert set(uses_of(i)) <= live
+        live |= {o.reg for o in outs_of(i)}
         assert set(i.frees) <= live
         live -= set(i.frees)

@@ -2,53 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Iterable
 
 import torch
 
-from shardc.instructions import Collective, Compute, Guard, Input, Instruction, Out, Read, Ref, Reg, Return, Write
+from shardc.instructions import Collective, Compute, Input, Instruction, Out, Read, Ref, Reg, outs_of, uses_of
 
 _VIEWS_BY_KERNEL = {"aten._unsafe_view.default"}
 """Operators whose schema does not say that the result is a view."""
 _SAME = {"aten.detach.default", "aten.alias.default", "aten.lift_fresh.default"}
 """Views that are the operand itself: same elements, same strides."""
-
-
-def refs(arg: Any) -> Iterator[Reg]:
-    """The registers in an argument tree, in order, with repetitions."""
-    if isinstance(arg, Ref):
-        yield arg.reg
-    elif isinstance(arg, (list, tuple)):
-        for a in arg:
-            yield from refs(a)
-    elif isinstance(arg, dict):
-        for a in arg.values():
-            yield from refs(a)
-    elif isinstance(arg, slice):
-        yield from refs((arg.start, arg.stop, arg.step))
-
-
-def uses(instruction: Instruction) -> list[Reg]:
-    """The registers that an instruction reads."""
-    if isinstance(instruction, Compute):
-        return [*refs(instruction.args), *(r for _, v in instruction.kwargs for r in refs(v))]
-    if isinstance(instruction, (Collective, Write)):
-        return [instruction.src]
-    if isinstance(instruction, Guard):
-        return [instruction.reg]
-    if isinstance(instruction, Return):
-        return [*instruction.results, *(r for _, r in instruction.numbers)]
-    return []
-
-
-def outs(instruction: Instruction) -> tuple[Out, ...]:
-    """The results of an instruction, absent ones left out."""
-    if isinstance(instruction, Compute):
-        return tuple(o for o in instruction.outs if o is not None)
-    if isinstance(instruction, (Read, Input, Collective)):
-        return (instruction.out,)
-    return ()
 
 
 def operator_of(op: str) -> torch._ops.OpOverload | None:
@@ -95,7 +58,7 @@ class Aliases:
 
     def add(self, i: Instruction) -> None:
         """Take in one more instruction."""
-        for o in outs(i):
+        for o in outs_of(i):
             self.out[o.reg] = o
             self.root[o.reg] = o.reg
             self.same.add(o.reg)
@@ -116,7 +79,7 @@ class Aliases:
                 self._views[i.op] = viewed_argument(i.op)
             at = self._views[i.op]
             if at is not None and at < len(i.args) and isinstance(i.args[at], Ref):
-                for o in outs(i):
+                for o in outs_of(i):
                     self._view(o.reg, i.args[at].reg, i.op in _SAME)
 
     def _view(self, reg: Reg, of: Reg, same: bool) -> None:
@@ -138,8 +101,8 @@ def last_uses(instructions: Iterable[Instruction]) -> dict[Reg, int]:
     """Register -> position of the last instruction that reads it; where it is made, if nothing does."""
     out: dict[Reg, int] = {}
     for k, i in enumerate(instructions):
-        for reg in uses(i):
+        for reg in uses_of(i):
             out[reg] = k
-        for o in outs(i):
+        for o in outs_of(i):
             out[o.reg] = k
     return out

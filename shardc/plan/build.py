@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from shardc.errors import PlanError
-from shardc.instructions import Compute, Delete, Guard, Input, Instruction, Out, Read, Ref, Reg, Return, Write
-from shardc.plan.alias import Aliases, last_uses, outs, uses
+from shardc.instructions import Compute, Delete, Guard, Input, Instruction, Out, Read, Ref, Reg, Return, Write, outs_of, uses_of
+from shardc.plan.alias import Aliases, last_uses
 from shardc.plan.lower import Lowered, lower
 from shardc.program import Program, TensorType
 from shardc.spec import ShardSpec
@@ -47,7 +47,7 @@ class _Builder:
         self.numbers = tuple((path, self.low.reg[node]) for path, node in program.number_exit.items())
         self.names = {i.name for i in self.code}
         self.aliases = Aliases(self.code)
-        self.maker: dict[Reg, Instruction] = {o.reg: i for i in self.code for o in outs(i)}
+        self.maker: dict[Reg, Instruction] = {o.reg: i for i in self.code for o in outs_of(i)}
         self.copies: dict[str, list[Compute]] = {}
 
     def run(self) -> tuple[Instruction, ...]:
@@ -147,7 +147,7 @@ class _Builder:
 
     def _guards(self) -> None:
         """Insert each guard as soon as its number is there, but not before the guards that Python asked for first."""
-        made = {o.reg: k for k, i in enumerate(self.code) for o in outs(i)}
+        made = {o.reg: k for k, i in enumerate(self.code) for o in outs_of(i)}
         after: dict[int, list[Instruction]] = {}
         at = -1
         for index, g in enumerate(self.program.guards):
@@ -199,7 +199,7 @@ class _Builder:
                 continue
             assert isinstance(i, Compute)
             pairs = tuple((r, a) for r, a in pairs if a < len(i.args) and isinstance(i.args[a], Ref) and i.outs[r] is not None)
-            roots = [root_of[r] for r in uses(i) if r in root_of]
+            roots = [root_of[r] for r in uses_of(i) if r in root_of]
             args, copied = list(i.args), []
             for result, a in pairs:
                 reg = i.args[a].reg
@@ -247,7 +247,7 @@ class _Builder:
             real[path] = reg
         order, readers = self._write_order(real)
         self._flush()
-        made = {o.reg: k for k, i in enumerate(self.code) for o in outs(i)}
+        made = {o.reg: k for k, i in enumerate(self.code) for o in outs_of(i)}
         last = last_uses(self.code)
         reads: dict[str, int] = {}
         for reg, root in self.aliases.root.items():

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 
 from shardc.dtypes import short
 from shardc.errors import PlanError
-from shardc.instructions import Collective, Compute, Delete, Input, Instruction, Read, Ref, Reg, Write
-from shardc.plan.alias import outs, uses
+from shardc.instructions import Collective, Compute, Delete, Input, Instruction, Read, Ref, Reg, Write, outs_of, uses_of
 from shardc.plan.text import seconds, size, table
 from shardc.program import Slot
 
@@ -72,7 +71,7 @@ def _slot(plan: Plan, slot: Slot) -> str:
     values = _values(plan, slot)
     readers = [
         i for i in plan.instructions
-        if isinstance(i, Compute) and any(r in values for r in uses(i)) and not any(o.reg in values for o in outs(i))
+        if isinstance(i, Compute) and any(r in values for r in uses_of(i)) and not any(o.reg in values for o in outs_of(i))
     ]  # fmt: skip
     if readers:
         lines += ["read by", *("  " + row for row in table([_line(plan, i) for i in readers], right=(3,)))]
@@ -138,7 +137,7 @@ def _behind(plan: Plan, slot: Slot, reg: Reg) -> list[Collective]:
         maker = plan.by_name[plan.makers[todo.pop()]]
         if isinstance(maker, Collective):
             out.append(maker)
-        for r in uses(maker) if isinstance(maker, (Collective, Compute)) and maker.phase != "forward" else []:
+        for r in uses_of(maker) if isinstance(maker, (Collective, Compute)) and maker.phase != "forward" else []:
             spec = plan.aliases.out[r].spec
             other = plan.aliases.slot.get(r) is not None or r in plan.roles.parameter
             follow = plan.roles.phase[r] == "update" or r in plan.roles.gradient
@@ -152,7 +151,7 @@ def _behind(plan: Plan, slot: Slot, reg: Reg) -> list[Collective]:
 def _node(plan: Plan, i: Instruction) -> str:
     head, *_ = table([_line(plan, i)])
     lines = [head]
-    for o in outs(i):
+    for o in outs_of(i):
         if o.spec is not None and o.dtype is not None:
             local = ", ".join(map(str, plan.sizes.shape(o.spec)))
             root = plan.aliases.root[o.reg]
@@ -172,11 +171,11 @@ def _node(plan: Plan, i: Instruction) -> str:
                 lines.append(f"in place result {result} takes over %{plan.makers[operand.reg]}")
     if i.name in plan.seconds:
         lines.append(f"time     {seconds(plan.seconds[i.name])} (predicted)")
-    made = [plan.makers[r] for r in uses(i)]
+    made = [plan.makers[r] for r in uses_of(i)]
     if made:
         lines.append(f"from     {', '.join(f'%{n}' for n in dict.fromkeys(made))}")
-    mine = {o.reg for o in outs(i)}
-    users = [u.name for u in plan.instructions if any(r in mine for r in uses(u))]
+    mine = {o.reg for o in outs_of(i)}
+    users = [u.name for u in plan.instructions if any(r in mine for r in uses_of(u))]
     if users:
         lines.append(f"used by  {', '.join(f'%{n}' for n in users)}")
     return "\n".join(lines)
@@ -194,6 +193,6 @@ def _line(plan: Plan, i: Instruction) -> list[str]:
     else:
         what = i.slot if isinstance(i, (Read, Write, Delete)) else i.path if isinstance(i, Input) else ""
         op = f"{type(i).__name__.lower()} {what}"
-    made = [f"{short(o.dtype)}{o.spec}" if o.dtype is not None else "number" for o in outs(i)]
+    made = [f"{short(o.dtype)}{o.spec}" if o.dtype is not None else "number" for o in outs_of(i)]
     where = ", ".join(x for x in (i.phase, i.module, i.line) if x)
     return [f"%{i.name}", op, " ".join(made), sent, where]

@@ -11,9 +11,9 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from shardc.instructions import Collective, Compute, Input, Instruction, Out
+from shardc.instructions import Collective, Compute, Input, Instruction, Out, outs_of
 from shardc.mesh import Coord, Mesh
-from shardc.plan.alias import Aliases, outs
+from shardc.plan.alias import Aliases
 from shardc.plan.roles import CATEGORIES, SLOT_CATEGORY, Roles
 from shardc.program import Slot
 from shardc.runtime import dry_run
@@ -106,7 +106,7 @@ def predict_memory(
     """
     categories = {path: SLOT_CATEGORY[slot.kind] for path, slot in slots.items()}
     for i in instructions:
-        made = outs(i)
+        made = outs_of(i)
         if made:
             categories[i.path if isinstance(i, Input) else i.name] = roles.category(aliases.root[made[0].reg])
     held = [slots[path] for path in entry]

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from shardc.errors import PlanError
-from shardc.instructions import Guard, Input, Instruction, Reg, Return
+from shardc.instructions import Guard, Input, Instruction, Reg, Return, outs_of
 from shardc.mesh import Mesh
 from shardc.ops import INPLACE
 from shardc.plan import printing
-from shardc.plan.alias import Aliases, outs
+from shardc.plan.alias import Aliases
 from shardc.plan.build import instructions_of
 from shardc.plan.communication import Communication, tally
 from shardc.plan.diff import difference
@@ -158,7 +158,7 @@ class Plan:
     @cached_property
     def makers(self) -> Mapping[Reg, str]:
         """Register -> name of the instruction that makes it."""
-        return {o.reg: i.name for i in self.instructions for o in outs(i)}
+        return {o.reg: i.name for i in self.instructions for o in outs_of(i)}
 
     def explain(self, name: str) -> str:
         """Everything about one slot (by path, alias, or path within its module) or one node (by name).

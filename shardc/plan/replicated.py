@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from shardc.instructions import Collective, Compute, Instruction, Read, Reg
-from shardc.plan.alias import outs, uses
+from shardc.instructions import Collective, Compute, Instruction, Read, Reg, outs_of, uses_of
 from shardc.program import Program, SlotKind
 from shardc.spec import ShardSpec
 
@@ -70,13 +69,13 @@ def _computed(code: Sequence[Instruction], program: Program) -> list[Replicated]
                 state.add(i.out.reg)
             elif i.step.kind == "all_gather" and i.phase != "update" or i.src in again:
                 again.add(i.out.reg)
-        elif isinstance(i, Compute) and uses(i):
-            operands = uses(i)
+        elif isinstance(i, Compute) and uses_of(i):
+            operands = uses_of(i)
             if all(r in state for r in operands):
-                state.update(o.reg for o in outs(i))
+                state.update(o.reg for o in outs_of(i))
             if i.phase == "update" or not any(r in again for r in operands):
                 continue
-            for o in outs(i):
+            for o in outs_of(i):
                 if o.spec is None or o.dtype is None or not o.spec.is_replicated or _numel(o.spec) <= 1:
                     continue
                 again.add(o.reg)

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from shardc.instructions import Collective, Compute, Instruction, Read, Ref, Reg, Write
-from shardc.plan.alias import Aliases, outs, uses
+from shardc.instructions import Collective, Compute, Instruction, Read, Ref, Reg, Write, outs_of, uses_of
+from shardc.plan.alias import Aliases
 from shardc.program import Slot, SlotKind
 from shardc.reshard import Step
 
@@ -42,7 +42,7 @@ class Roles:
         self.gradient: set[Reg] = self._gradients(instructions)
         for i in instructions:
             self._forward(i)
-            for o in outs(i):
+            for o in outs_of(i):
                 self.phase[o.reg] = i.phase
 
     def _forward(self, i: Instruction) -> None:
@@ -55,8 +55,8 @@ class Roles:
                 self.parameter[i.out.reg] = self.parameter[i.src]
                 if i.step.kind != "slice" or i.src in self.gathered:
                     self.gathered.add(i.out.reg)
-        elif isinstance(i, Compute) and len(outs(i)) == 1:
-            (o,) = outs(i)
+        elif isinstance(i, Compute) and len(outs_of(i)) == 1:
+            (o,) = outs_of(i)
             src = self.aliases.source.get(o.reg)
             if src is None and i.op == _CAST and isinstance(i.args[0], Ref):
                 src = i.args[0].reg
@@ -75,7 +75,7 @@ class Roles:
             elif isinstance(i, Collective) and i.out.reg in out:
                 out.add(i.src)
             elif isinstance(i, Compute) and i.op == _CAST and i.outs[0] is not None and i.outs[0].reg in out:
-                out.update(uses(i))
+                out.update(uses_of(i))
         return out
 
     @staticmethod
@@ -88,7 +88,7 @@ class Roles:
         A value is a gradient if a gradient slot takes it, or if the backward makes it and the update reads it; and so are
         the values it is made of by casts, copies, joint adds, views and collectives.
         """
-        made = {o.reg: i for i in instructions for o in outs(i)}
+        made = {o.reg: i for i in instructions for o in outs_of(i)}
         out: set[Reg] = set()
         for i in instructions:
             if isinstance(i, Write) and self._owned(self.slots, i.slot):
@@ -96,7 +96,7 @@ class Roles:
             elif isinstance(i, Read) and self._owned(self.slots, i.slot):
                 out.add(i.out.reg)
             elif i.phase == "update":
-                for reg in uses(i):
+                for reg in uses_of(i):
                     maker = made.get(reg)
                     o = self.aliases.out.get(reg)
                     if maker is not None and maker.phase == "backward" and o is not None and o.dtype is not None:
@@ -105,14 +105,14 @@ class Roles:
         for i in reversed(instructions):
             if i.phase == "forward":
                 continue
-            mine = [o.reg for o in outs(i) if o.reg in out]
+            mine = [o.reg for o in outs_of(i) if o.reg in out]
             if not mine:
                 continue
             if isinstance(i, Collective):
                 out.add(i.src)
             elif isinstance(i, Compute) and (i.op in _JOINT or any(r in self.aliases.source for r in mine)):
-                out.update(r for r in uses(i) if self.aliases.out[r].dtype is not None and made[r].phase != "forward")
-            out.update(r for r in uses(i) if r in reduced)
+                out.update(r for r in uses_of(i) if self.aliases.out[r].dtype is not None and made[r].phase != "forward")
+            out.update(r for r in uses_of(i) if r in reduced)
         return out
 
     def _reduced(self, instructions: Sequence[Instruction]) -> set[Reg]:
@@ -124,8 +124,8 @@ class Roles:
                 continue
             if isinstance(i, Collective) and i.step.kind == "all_reduce" and numel(i.step) > 1:
                 out.add(i.out.reg)
-            elif isinstance(i, Compute) and any(r in out for r in uses(i)):
-                out.update(o.reg for o in outs(i) if o.spec is not None and o.spec.is_replicated)
+            elif isinstance(i, Compute) and any(r in out for r in uses_of(i)):
+                out.update(o.reg for o in outs_of(i) if o.spec is not None and o.spec.is_replicated)
         return out
 
     def category(self, root: Reg) -> str:

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 
 from shardc.cost import collective_seconds, compute_seconds, flops, profile_of
-from shardc.instructions import Collective, Compute, Instruction
+from shardc.instructions import Collective, Compute, Instruction, outs_of, uses_of
 from shardc.mesh import Mesh
-from shardc.plan.alias import Aliases, outs, uses
+from shardc.plan.alias import Aliases
 from shardc.plan.memory import Sizes
 
 
@@ -50,13 +50,13 @@ def predict(instructions: Sequence[Instruction], mesh: Mesh, sizes: Sizes, alias
             kind = "communication"
             seconds = collective_seconds(device, i.step, i.step.nbytes(i.out.dtype, mesh), mesh)
         elif isinstance(i, Compute):
-            made = [o for o in outs(i) if o.spec is not None and o.dtype is not None]
+            made = [o for o in outs_of(i) if o.spec is not None and o.dtype is not None]
             if not made:
                 kind, seconds = "host", device.launch
             elif any(o.reg in aliases.source and o.reg not in aliases.updated for o in made):
                 kind, seconds = "host", device.launch / 4  # a view: nothing is moved
             else:
-                read = [aliases.out[r] for r in uses(i)]
+                read = [aliases.out[r] for r in uses_of(i)]
                 read = [o for o in read if o.spec is not None]
                 n, matmul = flops(
                     i.op, [sizes.shape(o.spec) for o in read if o.spec], [sizes.shape(o.spec) for o in made if o.spec], i.args

@@ -21,13 +21,27 @@ from torch import Tensor
 
 from shardc import _torch
 from shardc.errors import InputError, RuntimeFailure, ShardcError, StateError
-from shardc.instructions import Collective, Compute, Delete, Guard, Input, Instruction, Out, Read, Ref, Return, Write
+from shardc.instructions import (
+    Collective,
+    Compute,
+    Delete,
+    Guard,
+    Input,
+    Instruction,
+    Out,
+    Read,
+    Ref,
+    Return,
+    Write,
+    outs_of,
+    uses_of,
+)
 from shardc.mesh import Coord, Mesh
 from shardc.program import alike
 from shardc.runtime import kernels
 from shardc.runtime.accounting import MemoryProfile, Stats
 from shardc.runtime.comm import Move, Request, Wait
-from shardc.runtime.liveness import Liveness, outs_of, uses_of
+from shardc.runtime.liveness import Liveness
 from shardc.runtime.measure import Measure, describe
 from shardc.runtime.workspace import workspace_of
 from shardc.spec import ShardSpec
@@ -320,7 +334,7 @@ class Executor:
         return self.shapes[spec]
 
     def _fills(self, i: Compute) -> tuple[kernels.Fill | None, ...] | None:
-        regs = kernels.operands(i)
+        regs = uses_of(i)
         specs = [*(self.outs[r].spec for r in regs), *(o.spec for o in i.outs if o is not None)]
         if not any(s is not None and 0 in self._shape(s) for s in specs):
             return None

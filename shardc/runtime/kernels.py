@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from shardc import _torch
 from shardc.dtypes import identity
 from shardc.errors import RuntimeFailure
-from shardc.instructions import Compute, Local, LocalDim, LocalStart, Out, Ref
+from shardc.instructions import Compute, Local, LocalDim, LocalStart, Out, uses_of
 from shardc.mesh import Coord, Mesh
 from shardc.ops import INPLACE
 from shardc.spec import ShardSpec, dim_axes, dim_start
@@ -169,20 +169,6 @@ def evaluate(tree: Any, mesh: Mesh, coord: Coord, device: torch.device) -> Any:
     return tree
 
 
-def refs(tree: Any) -> Iterator[int]:
-    """The registers in an argument tree, in order."""
-    if isinstance(tree, Ref):
-        yield tree.reg
-    elif isinstance(tree, (list, tuple)):
-        for item in tree:
-            yield from refs(item)
-
-
-def operands(instruction: Compute) -> list[int]:
-    """The registers that a Compute reads, in order, each as often as it is read."""
-    return [*refs(instruction.args), *refs([value for _, value in instruction.kwargs])]
-
-
 Fill = tuple[tuple[int, ...], torch.dtype, float | int | bool | None]
 """Local shape, dtype and value (None: no element) of a result that is made without calling the operator."""
 
@@ -199,7 +185,7 @@ def skipped(instruction: Compute, outs: Mapping[int, Out], mesh: Mesh, coord: Co
     if instruction.draw is not None:  # random streams advance by what all ranks draw
         return None
     missing: set[str] = set()
-    for reg in operands(instruction):
+    for reg in uses_of(instruction):
         spec = outs[reg].spec if outs[reg].dtype is not None else None
         if spec is not None:
             missing |= _empty_axes(spec, mesh, coord)

@@ -5,32 +5,12 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 
-from shardc.instructions import Collective, Compute, Guard, Input, Instruction, Out, Read, Reg, Return, Write
+from shardc.instructions import Collective, Compute, Input, Instruction, Read, Reg, Return, Write, outs_of, refs, uses_of
 from shardc.mesh import Mesh
 from shardc.runtime import kernels
 
 Root = tuple[str, object]
 """Where a storage comes from: ("slot", path), ("input", path), or ("new", register)."""
-
-
-def outs_of(i: Instruction) -> list[Out]:
-    """The results of an instruction, absent ones left out."""
-    if isinstance(i, Compute):
-        return [o for o in i.outs if o is not None]
-    return [i.out] if isinstance(i, (Read, Input, Collective)) else []
-
-
-def uses_of(i: Instruction) -> list[Reg]:
-    """The registers that an instruction reads, in order."""
-    if isinstance(i, Compute):
-        return kernels.operands(i)
-    if isinstance(i, (Collective, Write)):
-        return [i.src]
-    if isinstance(i, Guard):
-        return [i.reg]
-    if isinstance(i, Return):
-        return [*i.results, *(reg for _, reg in i.numbers)]
-    return []
 
 
 class Liveness:
@@ -89,7 +69,7 @@ class Liveness:
                     roots = self._roots.get(i.src, frozenset())
             elif isinstance(i, Compute):
                 taken = [arg for result, arg in i.inplace if result == n]
-                sources = list(kernels.refs(i.args[taken[0]])) if taken else kernels.operands(i) if self._may_alias(i) else []
+                sources = list(refs(i.args[taken[0]])) if taken else uses_of(i) if self._may_alias(i) else []
                 roots = roots | frozenset(root for reg in sources for root in self._roots.get(reg, ()))
             self._roots[out.reg] = roots
             for root in roots:

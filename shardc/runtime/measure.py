@@ -10,10 +10,9 @@ from torch import Tensor
 
 from shardc.dtypes import short
 from shardc.errors import RuntimeFailure
-from shardc.instructions import Input, Instruction, Out, Read, Write
+from shardc.instructions import Input, Instruction, Out, Read, Write, outs_of
 from shardc.runtime.accounting import Tracker
 from shardc.runtime.comm import Start
-from shardc.runtime.liveness import outs_of
 from shardc.runtime.workspace import Workspace
 from shardc.spec import ShardSpec
 

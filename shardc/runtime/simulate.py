@@ -13,13 +13,12 @@ import torch
 from torch import Tensor
 
 from shardc.errors import RuntimeFailure
-from shardc.instructions import Input, Instruction, Read
+from shardc.instructions import Input, Instruction, Read, outs_of
 from shardc.mesh import Coord, Mesh
 from shardc.runtime import kernels
 from shardc.runtime.accounting import MemoryProfile
 from shardc.runtime.comm import NullCommunicator, Request, Start, Wait, drive
 from shardc.runtime.executor import Executor, Outcome, Stream
-from shardc.runtime.liveness import outs_of
 from shardc.spec import ShardSpec
 
 
