@@ -166,7 +166,6 @@ class Results:
     Args:
         treespec: `torch.utils._pytree.TreeSpec`.
         leaves: for each leaf either ("node", position among the program's results) or ("const", value).
-        batch: for each result tensor, by position, whether its dim 0 is the batch (filled in by annotate).
     """
 
     treespec: Any

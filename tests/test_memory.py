@@ -9,6 +9,7 @@ import os
 import sys
 import warnings
 import weakref
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -181,6 +182,16 @@ def test_predicted_is_measured_at_all_stages(name: str) -> None:
 
 
 @ONEDNN
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """As ranks run; with more, oneDNN takes other kernels for some convolutions."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("one_thread")
 def test_temporaries_of_operators_are_the_formulas() -> None:
     for op, args in bench.calls():
         k = bench.kernel(op, args)

@@ -144,3 +144,13 @@ def test_a_penalty_on_parameters_is_taken_once() -> None:
 
     for zero in (0, 3):
         check(train_step, state, batches(9), mesh={"dp": 2}, zero=zero, microbatches=2)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3])
+def test_there_are_no_more_microbatches_than_rows(rows: int) -> None:
+    step = shardc.compile(step_of(F.cross_entropy), mesh=shardc.Mesh(dp=2, simulated=True), microbatches=4)
+    plan = step.lower(*state(), torch.randn(rows, 6), torch.zeros(rows, dtype=torch.long))
+    held = -(-rows // 2)
+    assert f"microbatches: {held} of 4, no rank has more rows" in plan.notes
+    batches = [(torch.randn(rows, 6), torch.zeros(rows, dtype=torch.long)) for _ in range(2)]
+    check(step_of(F.cross_entropy), state, batches, mesh={"dp": 2}, zero=3, microbatches=4)

@@ -49,7 +49,8 @@ def test_a_case_is_a_script() -> None:
     @given(cases(max_layers=1, max_ranks=3))
     def draws(case: Case) -> None:
         said: list[str] = []
-        exec(compile(case.script(), "case.py", "exec"), {"__name__": "case", "print": lambda x: said.append(str(x))})
+        script = case.whole_batch().script()
+        exec(compile(script, "case.py", "exec"), {"__name__": "case", "print": lambda x: said.append(str(x))})
         assert said and said[0].startswith("equal: ")
 
     draws()

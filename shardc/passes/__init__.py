@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable
 from dataclasses import replace
 
-from shardc.options import TIME, Options
+from shardc.options import Options
 from shardc.passes.accumulate import accumulate
 from shardc.passes.annotate import annotate
 from shardc.passes.normalize import normalize
@@ -42,9 +42,6 @@ def run(program: Program, options: Options, *, check: bool | None = None) -> dic
     """
     check = os.environ.get("SHARDC_VERIFY") == "1" if check is None else check
     stages = {"capture": replace(program)}
-    if options.microbatches > 1:
-        assert program.mesh is not None
-        program = replace(program, mesh=program.mesh.like({**program.mesh.axes, TIME: options.microbatches}))
     for name, one in PIPELINE:
         program = one(program, options)
         if check:

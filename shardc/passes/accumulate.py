@@ -24,13 +24,13 @@ import torch
 from torch import fx
 
 from shardc.errors import PlanError
-from shardc.instructions import Local, LocalDim
+from shardc.instructions import Local, LocalDim, LocalStart
 from shardc.mesh import Mesh
 from shardc.options import TIME, Options
 from shardc.passes.graphs import STEPS, Rewriter, is_cast, is_getitem, is_random, is_view
 from shardc.program import Info, Phase, Program, TensorType, op_name
 from shardc.reshard import STEP_OPS, Step
-from shardc.spec import Dim, Factor, ShardSpec, canonical_dim
+from shardc.spec import Dim, Factor, ShardSpec, canonical_dim, dim_axes
 
 aten = torch.ops.aten
 CROSSING = 0.25
@@ -38,14 +38,14 @@ CROSSING = 0.25
 
 
 def accumulate(program: Program, options: Options) -> Program:
-    return _Accumulation(program, options).run() if options.microbatches > 1 else program
+    return _Accumulation(program, options).run() if program.mesh is not None and TIME in program.mesh.axes else program
 
 
 class _Accumulation(Rewriter):
     def __init__(self, program: Program, options: Options) -> None:
         super().__init__(program)
         assert program.mesh is not None
-        self.count = options.microbatches
+        self.count = program.mesh.axes[TIME]
         self.batch = tuple(a for a in options.batch if program.mesh.axes[a] > 1)
         self.mesh: Mesh = program.mesh.like({a: n for a, n in program.mesh.axes.items() if a != TIME})
         self.total = self._batch_rows()
@@ -195,7 +195,7 @@ class _Accumulation(Rewriter):
         elif is_random(node):
             self.copies[node, i] = self._cut(self._drawn(node), self.old.spec(node), i, info)
         else:
-            args, kwargs = self._args((node.args, dict(node.kwargs)), i)
+            args, kwargs = self._args(node, i)
             types = info.type
             specs = info.spec
             if isinstance(types, tuple):
@@ -211,7 +211,7 @@ class _Accumulation(Rewriter):
             if _time_step(user) and user not in self.body:
                 self._add(user, node, i)
 
-    def _args(self, tree: Any, i: int) -> Any:
+    def _args(self, node: fx.Node, i: int) -> Any:
         def back(arg: Any) -> Any:
             if isinstance(arg, fx.Node):
                 return self.copies[arg, i] if arg in self.body else self.once(arg)
@@ -219,11 +219,13 @@ class _Accumulation(Rewriter):
                 return Local(self._at(arg.spec, i))
             if isinstance(arg, LocalDim):
                 return LocalDim(self._dim(arg.dim, i))
+            if isinstance(arg, LocalStart) and TIME in dim_axes(arg.dim):
+                raise self._refuse(node, "places among the rows of the batch")
             if isinstance(arg, Step):
                 return Step(arg.kind, arg.axis, self._at(arg.src, i), self._at(arg.dst, i), arg.op)
             return arg
 
-        return fx.node.map_aggregate(tree, back)
+        return fx.node.map_aggregate((node.args, dict(node.kwargs)), back)
 
     # -- specs of one microbatch -----------------------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ from torch import fx
 from shardc.errors import OptionError, SpecError
 from shardc.mesh import Mesh
 from shardc.ops.constrain import pinned
-from shardc.options import Options
+from shardc.options import TIME, Options
 from shardc.placements import to_placements
 from shardc.program import Phase, Program, Slot, SlotKind
 from shardc.spec import Factor, P, ShardSpec
@@ -43,7 +43,22 @@ def annotate(program: Program, options: Options) -> Program:
             out.info[node] = out.info[node].but(spec=spec, why="constrain")
     for path, node in list(out.exit.items()):
         out.exit[path] = _left_in(out, node, out.slots[path])
+    if options.microbatches > 1:
+        _add_time(out, options)
     return out
+
+
+def _add_time(program: Program, options: Options) -> None:
+    """Give the mesh its axis of microbatches; no more of them than the rank with most rows has rows."""
+    mesh = program.mesh
+    assert mesh is not None
+    sizes = [program.type(program.inputs[path]).shape[0] for path in program.batched]
+    parts = [hi - lo for n in sizes for lo, hi in (Factor(n, options.batch).interval(mesh, c) for c in mesh.coords())]
+    count = max(1, min([options.microbatches, *([max(parts)] if parts else [])]))
+    if count < options.microbatches:
+        program.notes.append(f"microbatches: {count} of {options.microbatches}, no rank has more rows")
+    if count > 1:
+        program.mesh = mesh.like({**mesh.axes, TIME: count})
 
 
 def _left_in(program: Program, node: fx.Node, slot: Slot) -> fx.Node:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 from torch import fx
 
@@ -80,16 +81,31 @@ def result_specs(rule: Rule, split: dict[str, Dim], partial: set[tuple[str, str]
     return out
 
 
-def made_factors(rule: Rule, results: Sequence[ShardSpec | None], mesh: Mesh) -> dict[str, Dim]:
-    """How the factors that no operand has (of constants, of expanded dims) are split, given how the results lie."""
+def made_factors(
+    rule: Rule, results: Sequence[ShardSpec | None], mesh: Mesh, taken: frozenset[str] = frozenset()
+) -> dict[str, Dim]:
+    """How the factors that no operand has (of constants, of expanded dims, of the rows of a table) are split, given how the
+    results lie or will rest; over axes that are not `taken`."""
     given = {f for factors in rule.operands for names in factors for f in names}
     out: dict[str, Dim] = {}
     for spec, factors in zip(results, rule.results, strict=True):
         for dim, names in zip(spec.dims, factors, strict=True) if spec is not None and factors is not None else ():
-            if dim_axes(dim) and not given.issuperset(names):
-                parts = split_dim(dim, [rule.sizes[f] for f in names], mesh) or ()
-                out |= {f: part for f, part in zip(names, parts, strict=False) if f not in given and dim_axes(part)}
+            if not dim_axes(dim) or given.issuperset(names):
+                continue
+            for name, part in zip(names, split_dim(dim, [rule.sizes[f] for f in names], mesh) or (), strict=False):
+                if name in given or name in out or rule.kind(name) == WHOLE:
+                    continue
+                kept = tuple(replace(f, axes=_before(f.axes, taken)) for f in part)
+                if dim_axes(kept):
+                    out[name] = kept
+                    taken |= set(dim_axes(kept))
     return out
+
+
+def _before(axes: tuple[str, ...], taken: frozenset[str]) -> tuple[str, ...]:
+    """The major axes up to the first one that is taken."""
+    stop = next((k for k, a in enumerate(axes) if a in taken), len(axes))
+    return axes[:stop]
 
 
 def is_free(src: ShardSpec, dst: ShardSpec, mesh: Mesh) -> bool:

@@ -20,11 +20,11 @@ import torch
 from torch import fx
 
 from shardc.options import TIME, Options
-from shardc.passes.factors import choose, required, result_specs, rule_of
+from shardc.passes.factors import choose, made_factors, required, result_specs, rule_of
 from shardc.passes.graphs import Rewriter, is_cast, is_getitem, is_op, kept, operands, reshard
 from shardc.passes.inline import Tracer
 from shardc.passes.sink import sink
-from shardc.passes.split import aligned, made_split, wanted_result, write_out
+from shardc.passes.split import aligned, wanted_result, write_out
 from shardc.program import Draw, Phase, Program, SlotKind, Specs, TensorType, op_name
 from shardc.rules import split_forms
 from shardc.rules.rule import Rule
@@ -32,7 +32,6 @@ from shardc.spec import Factor, ShardSpec, dim_axes
 
 ALIAS = torch.ops.aten.alias.default
 ROWS_WHOLE = torch.ops.aten.embedding_dense_backward.default
-ROWS = torch.ops.shardc.embedding_backward_part.default
 
 
 def propagate(program: Program, options: Options) -> Program:
@@ -70,7 +69,7 @@ class _Propagation(Rewriter):
     def visit(self, node: fx.Node) -> None:
         if node.op == "placeholder":
             self.given[node] = self.copy(node)
-            if node in self.batched and self.options.microbatches > 1:
+            if node in self.batched and TIME in self.mesh.axes:
                 self.env[node] = self.rows(node)
         elif is_getitem(node):
             self.getitem(node)
@@ -154,9 +153,9 @@ class _Propagation(Rewriter):
         specs = [self.spec(v) for v in values]
         partial = self.partials(node, rule, values)
         split, reasons = choose(rule, specs, {a for a, _ in partial}, self.mesh)
-        if node.target is ROWS and (rest := wanted_result(self.old, node)) is not None:
+        if rule.makes and (rest := wanted_result(self.old, node)) is not None:
             taken = {a for dim in split.values() for a in dim_axes(dim)} | {a for a, _ in partial}
-            split |= made_split(rule, rest, taken, self.mesh)
+            split |= made_factors(rule, [rest], self.mesh, frozenset(taken))
         wanted = [required(factors, rule, split, self.mesh) for factors in rule.operands]
         ready: list[fx.Node] = []
         for k, (value, spec) in enumerate(zip(values, wanted, strict=True)):

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import fx
 
 from shardc.mesh import Mesh
@@ -21,7 +22,11 @@ from shardc.passes.graphs import is_cast, is_getitem, typed
 from shardc.passes.inline import Tracer, types_of
 from shardc.program import Program
 from shardc.rules.rule import WHOLE, Rule
-from shardc.spec import Dim, ShardSpec, dim_axes, split_dim
+from shardc.spec import ShardSpec
+
+aten = torch.ops.aten
+SCALES = (aten.add.Tensor, aten.add.Scalar, aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar)
+"""What a gradient passes between the operator that makes it and the place where it rests: sums and factors."""
 
 
 def aligned(rule: Rule, specs: Sequence[ShardSpec], mesh: Mesh) -> list[ShardSpec] | None:
@@ -50,32 +55,10 @@ def wanted_result(program: Program, node: fx.Node) -> ShardSpec | None:
             return None
         (user,) = node.users
         same = program.is_tensor(user) and program.is_tensor(node) and program.type(user).shape == program.type(node).shape
-        if not same or not (is_cast(user) or "add" in str(user.target) or "mul" in str(user.target)):
+        if not same or not (is_cast(user) or user.target in SCALES):
             return None
         node = user
     return None
-
-
-def made_split(rule: Rule, spec: ShardSpec, taken: set[str], mesh: Mesh) -> dict[str, Dim]:
-    """How the factors that only the result has are split where it will rest in `spec`, over axes that are not taken."""
-    given = {f for factors in rule.operands for names in factors for f in names}
-    out: dict[str, Dim] = {}
-    for dim, names in zip(spec.dims, rule.results[0] or (), strict=True):
-        parts = split_dim(dim, [rule.sizes[f] for f in names], mesh) if names and not given.issuperset(names) else None
-        for name, part in zip(names, parts or (), strict=False):
-            if name in given or rule.kind(name) == WHOLE:
-                continue
-            kept = tuple(replace(f, axes=_before(f.axes, taken)) for f in part)
-            if dim_axes(kept):
-                out[name] = kept
-                taken = taken | set(dim_axes(kept))
-    return out
-
-
-def _before(axes: tuple[str, ...], taken: set[str]) -> tuple[str, ...]:
-    """The major axes up to the first one that is taken."""
-    stop = next((k for k, a in enumerate(axes) if a in taken), len(axes))
-    return axes[:stop]
 
 
 def write_out(program: Program, node: fx.Node, tracer: Tracer) -> list[fx.Node]:

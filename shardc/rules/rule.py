@@ -79,6 +79,12 @@ class Rule:
             return reduction
         return next((out for where, kind, out in self.orders if where == held and kind == reduction), None)
 
+    @property
+    def makes(self) -> bool:
+        """Whether its one result has a factor that no operand has."""
+        given = {f for t in self.operands for d in t for f in d}
+        return len(self.results) == 1 and any(f not in given for d in self.results[0] or () for f in d)
+
     def kind(self, factor: str) -> str:
         return self.kinds.get(factor, PASS)
 

@@ -92,6 +92,10 @@ def options(draw: DrawFn, mesh: Mesh, program: TrainingProgram | None = None) ->
     zero: int = draw(st.integers(0, 3))
     if zero:
         out["zero"] = zero
+    if draw(st.integers(0, 3)) == 0:
+        out["recompute"] = "full"
+    if draw(st.integers(0, 3)) == 0:
+        out["microbatches"] = draw(st.integers(2, 3))
     free = [axis for axis in mesh.names if axis not in batch]
     if program is not None and free and draw(st.booleans()):
         ndims = {name: p.dim() for name, p in program.make_state()[0].named_parameters() if p.dim()}
