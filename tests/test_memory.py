@@ -181,7 +181,6 @@ def test_predicted_is_measured_at_all_stages(name: str) -> None:
         hold(found, rank)
 
 
-@ONEDNN
 @pytest.fixture
 def one_thread() -> Iterator[None]:
     """As ranks run; with more, oneDNN takes other kernels for some convolutions."""
@@ -191,6 +190,7 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+@ONEDNN
 @pytest.mark.usefixtures("one_thread")
 def test_temporaries_of_operators_are_the_formulas() -> None:
     for op, args in bench.calls():
