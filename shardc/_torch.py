@@ -344,3 +344,37 @@ def modules_called_by(new: Callable[[Callable[..., Any]], Callable[..., Any]]) -
         yield
     finally:
         torch.nn.Module.__call__ = original  # type: ignore[method-assign]
+
+
+# -- sizes that depend on data (looked up when a step has one: these modules are slow to import) ------------------------------
+
+
+def shape_env(answer: Callable[[Any, Any], Any]) -> Any:
+    """A `ShapeEnv` whose questions are answered by ``answer(expression, its value for the stand-ins)``; it learns nothing."""
+    base: Any = lookup("torch.fx.experimental.symbolic_shapes", "ShapeEnv")
+
+    class Answering(base):  # type: ignore[misc]
+        def evaluate_sym_node(self, sym_node: Any, size_oblivious: bool = False, fallback_value: bool | None = None) -> Any:
+            return answer(sym_node.expr, sym_node.hint)
+
+    return Answering(duck_shape=False, specialize_zero_one=False)
+
+
+def sized(env: Any, name: str, stands_for: int) -> tuple[torch.SymInt, Any]:
+    """A new size of a `ShapeEnv`, of any value from 0 on, and its symbol."""
+    kind: Any = lookup("torch.fx.experimental.symbolic_shapes", "DimDynamic")
+    source = lookup("torch._dynamo.source", "ConstantSource")(name)
+    symbol = env.create_symbol(
+        stands_for, source=source, dynamic_dim=kind.DYNAMIC, constraint_dim=None, do_not_specialize_zero_one=True
+    )
+    return env.create_symintnode(symbol, hint=stands_for, source=source), symbol
+
+
+def is_size(node: Any) -> bool:
+    """Whether the node of a symbol is of a `ShapeEnv`."""
+    return getattr(node, "shape_env", None) is not None
+
+
+def plain_size(n: Any) -> int:
+    """A size of a fake tensor; one that depends on data as the number that stands for it."""
+    return int(n) if isinstance(n, int) else int(n.node.hint)

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from shardc._torch import plain_size
 from shardc.dtypes import short
 from shardc.mesh import Mesh
 from shardc.spec import ShardSpec
@@ -63,7 +64,7 @@ class TensorType:
 
     @staticmethod
     def of(t: torch.Tensor) -> TensorType:
-        return TensorType(tuple(int(n) for n in t.shape), t.dtype, tuple(int(n) for n in t.stride()))
+        return TensorType(tuple(map(plain_size, t.shape)), t.dtype, tuple(map(plain_size, t.stride())))
 
     def __str__(self) -> str:
         return f"{short(self.dtype)}[{', '.join(map(str, self.shape))}]"

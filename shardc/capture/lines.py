@@ -16,6 +16,8 @@ from torch.optim import Optimizer
 from shardc import _torch
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
+_CONVERSIONS = os.path.join(_TORCH, "__init__.py")  # where bool(), int() and float() of symbols are
+_SYMBOLS = os.path.join(_TORCH, "fx", "experimental", "")
 _SHARDC = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _STDLIB = os.path.dirname(contextlib.__file__) + os.sep
 _SITE = sysconfig.get_paths()["purelib"] + os.sep
@@ -46,6 +48,20 @@ def is_user_code(code: CodeType) -> bool:
     if name.startswith((_TORCH, _SHARDC, "<frozen")):
         return False
     return not name.startswith(_STDLIB) or name.startswith(_SITE)
+
+
+def asks_itself() -> bool:
+    """Whether the user's code, and no function of torch's that it called, is at work: it converts a symbol
+    (``bool(size > 3)``), and nothing else stands between the caller and it."""
+    frame = sys._getframe(1)
+    converts = False
+    while frame is not None:
+        code = frame.f_code
+        if not code.co_filename.startswith((_SHARDC, _CONVERSIONS, _SYMBOLS)):
+            return converts and is_user_code(code)
+        converts = converts or code.co_filename == _CONVERSIONS
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
 
 
 class Frames:

@@ -7,6 +7,7 @@ with the same autograd sequence number.
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -21,6 +22,7 @@ from shardc.capture.fakes import corrected
 from shardc.capture.lines import Frames, Place
 from shardc.capture.lists import is_list_op, loop
 from shardc.capture.numbers import Number, is_symbol, symbol
+from shardc.capture.sizes import Sizes, is_size
 from shardc.errors import CaptureError
 from shardc.program import Draw, Guard, Info, Phase, TensorType, Types, op_name
 
@@ -52,6 +54,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.decisions: dict[fx.Node, Guard] = {}  # on values of the step
         self.ask = ask
         self.constants: dict[str, Tensor] = {}
+        self._selected: dict[fx.Node, Tensor] = {}  # mask -> positions of its true elements
         self.saw_backward = False
         self._nodes: dict[int, tuple[FakeTensor, fx.Node]] = {}  # the tensor is kept, so that its id stays its own
         self._drawn: list[tuple[Any, Any]] = []  # operator and result of each draw
@@ -61,11 +64,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.const_nodes: dict[str, fx.Node] = {}
         self._last_input: fx.Node | None = None
         self._last_number: fx.Node | None = None
+        self.sizes = Sizes(fake_mode, self._decided, self.line)
 
     def release(self) -> None:
         """Forget the fake tensors."""
         self._nodes.clear()
         self._drawn.clear()
+        self._selected.clear()
 
     # -- placeholders --------------------------------------------------------------------------------------------------
 
@@ -155,7 +160,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             kwargs = {**kwargs, "device": torch.device("cpu")}
         if func in (aten.equal.default, aten.allclose.default):
             return self._equal(func, *args, **kwargs)
-        args, kwargs = _decided_sizes(func, args, kwargs)
+        if (select := self._selection(func, args, kwargs)) is not None:
+            return select
+        args, kwargs = self._counted(func, *_decided_sizes(func, args, kwargs))
         inputs: list[fx.Node] = []
 
         def as_node(x: Any) -> Any:
@@ -165,6 +172,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     raise self._stranger(x, func)
                 inputs.append(node)
                 return node
+            if is_size(x):
+                return x.node.hint
             if is_symbol(x):
                 number = x.node.recorded()
                 if isinstance(number, fx.Node):
@@ -194,6 +203,70 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.draws[node] = Draw(len(self.draws))
             self.seed(len(self._drawn))
         return out
+
+    # -- sizes that depend on data -------------------------------------------------------------------------------------
+
+    def _decided(self, number: Any) -> Any:
+        return number.node.decide() if is_symbol(number) else number
+
+    def _counted(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Arguments in which sizes that depend on data are numbers, where they are values and no shapes."""
+        if not any(map(is_size, (*args, *kwargs.values()))):
+            return args, kwargs
+        values = {a.name for a in func._schema.arguments if "int" not in str(a.real_type)}
+        names = [a.name for a in func._schema.arguments]
+        count = lambda name, x: self.sizes.number(x) if name in values and is_size(x) else x  # noqa: E731
+        return tuple(map(count, names, args)), {k: count(k, v) for k, v in kwargs.items()}
+
+    def _selection(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The result of an operator that picks as many elements as the data says; None for all others.
+
+        A mask is what ``nonzero`` makes of it, and the rows of a selection are counted where Python walks over them.
+        """
+        call = lambda op, *a: self.__torch_dispatch__(op, (), a)  # noqa: E731
+        if func is aten.nonzero.default:
+            return self._nonzero(args[0])
+        if func in (aten.index.Tensor, aten.index_put.default) and any(map(_is_mask, args[1])):
+            return self.__torch_dispatch__(func, (), (args[0], self._positions(args[1]), *args[2:]), kwargs)
+        if func is aten.masked_select.default:
+            x, mask = call(aten.expand.default, args[0], shape := _joint(args[0], args[1])), call(aten.expand.default, args[1], shape)
+            return call(aten.index.Tensor, x, self._positions([mask]))
+        if func is aten.masked_scatter.default and is_size(args[2].shape[0] if args[2].dim() == 1 else None):
+            mask = call(aten.expand.default, args[1], list(args[0].shape))
+            return call(aten.index_put.default, args[0], self._positions([mask]), args[2])
+        if func is aten.unbind.int and is_size(args[0].shape[dim := args[1] if len(args) > 1 else 0]):
+            rows = self._decided(self.sizes.number(args[0].shape[dim]))
+            return [call(aten.select.int, args[0], dim, i) for i in range(rows)]
+        return None
+
+    def _positions(self, indices: Any) -> list[Any]:
+        """Indices in which each mask is replaced by the positions of its true elements."""
+        out: list[Any] = []
+        for i in indices:
+            if _is_mask(i):
+                rows = self._nonzero(i)
+                out += [self.__torch_dispatch__(aten.select.int, (), (rows, 1, k)) for k in range(i.dim())]
+            else:
+                out.append(i)
+        return out
+
+    def _nonzero(self, x: Tensor) -> Tensor:
+        source = self.node_of(x)
+        if source is None:
+            raise self._stranger(x, aten.nonzero.default)
+        if source not in self._selected:
+            for node in self.graph.nodes:
+                self.sizes.note(_sizes_of(self.info[node].type) if node in self.info else ())
+            number = lambda: self._item(self.__torch_dispatch__(aten.count_nonzero.default, (), (x,)))  # noqa: E731
+            rows = self.sizes.new(max(1, math.prod(map(_torch.plain_size, x.shape))), number)
+            phase, where = self._place([source])
+            with self.fake_mode:
+                out = torch.empty((rows, x.dim()), dtype=torch.int64)
+            node = self.graph.call_function(aten.nonzero.default, (source,))
+            self.info[node] = Info(TensorType.of(out), phase, where.module, where.line)
+            self._bind_results(node, out)
+            self._selected[source] = out
+        return self._selected[source]
 
     # -- draws ---------------------------------------------------------------------------------------------------------
 
@@ -336,7 +409,7 @@ def _close(a: Tensor, b: Tensor, rtol: float = 1e-5, atol: float = 1e-8, equal_n
 
 def _hints(x: Any) -> Any:
     """Arguments with symbols replaced by the numbers they have now (shapes do not depend on them)."""
-    if is_symbol(x):
+    if is_symbol(x) and not is_size(x):
         hint = x.node._hint
         return x.node.pytype(1) if hint is None else hint
     if isinstance(x, (list, tuple)):
@@ -360,6 +433,19 @@ def _decided_sizes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     names = [a.name for a in func._schema.arguments]
     new = tuple(plain(x) if name in sizes else x for name, x in zip(names, args, strict=False))
     return new, {k: plain(v) if k in sizes else v for k, v in kwargs.items()}
+
+
+def _is_mask(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.dtype in (torch.bool, torch.uint8)
+
+
+def _joint(*tensors: Tensor) -> list[int]:
+    return list(torch.broadcast_shapes(*(t.shape for t in tensors)))  # type: ignore[no-untyped-call]
+
+
+def _sizes_of(kind: Types) -> tuple[int, ...]:
+    kinds = kind if isinstance(kind, tuple) else (kind,)
+    return tuple(n for t in kinds if t is not None for n in t.shape)
 
 
 def _types(out: Any) -> Types:

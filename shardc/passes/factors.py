@@ -55,7 +55,8 @@ def choose(rule: Rule, specs: Sequence[ShardSpec], busy: set[str], mesh: Mesh) -
     used = set(busy)
     for name, dim in sorted(weight, key=lambda key: -weight[key]):
         axes = set(dim_axes(dim))
-        if name not in split and not axes & used:
+        shared = {a for other, d in split.items() if (name, other) in rule.tied for a in dim_axes(d)}
+        if name not in split and not axes & (used - shared):
             split[name] = dim
             used |= axes
     return split, ", ".join(f"{name} over {','.join(dim_axes(dim))}" for name, dim in split.items())

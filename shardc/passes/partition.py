@@ -16,6 +16,7 @@ from torch import fx
 
 from shardc.passes.factors import rule_of
 from shardc.passes.graphs import Rewriter, is_op, operands, reshard, typed
+from shardc.passes.ragged import RaggedSizes
 from shardc.program import Info, Program, TensorType
 from shardc.reshard import STEP_OPS
 from shardc.reshard import reshard as steps_between
@@ -27,17 +28,20 @@ NARROW = (torch.float16, torch.bfloat16)
 def partition(program: Program) -> Program:
     build = Rewriter(program)
     assert program.mesh is not None
+    sizes = RaggedSizes(build)
     for node in program.nodes:
         if node.op == "output":
             break
         if node.target is reshard:
+            sizes.refuse_moves(node)
             build.env[node] = _steps(build, node)
         elif node.target in (torch.ops.shardc.constrain.default, torch.ops.shardc.save_name.default):
             build.env[node] = build.env[node.all_input_nodes[0]]  # it has done its work
         elif is_op(node) and program.info[node].type is not None:
-            build.env[node] = _local_call(build, node)
+            build.env[node] = _local_call(build, node, sizes)
         else:
             build.copy(node)
+        sizes.see(node)
     return build.finish()
 
 
@@ -63,7 +67,7 @@ def _cast(build: Rewriter, value: fx.Node, dtype: torch.dtype, info: Info) -> fx
     return build.call(torch.ops.aten._to_copy.default, (value,), {"dtype": dtype}, info.but(type=kind, spec=old.spec))
 
 
-def _local_call(build: Rewriter, node: fx.Node) -> fx.Node:
+def _local_call(build: Rewriter, node: fx.Node, sizes: RaggedSizes) -> fx.Node:
     program = build.old
     rule = rule_of(program, node)
     info = program.info[node]
@@ -71,12 +75,15 @@ def _local_call(build: Rewriter, node: fx.Node) -> fx.Node:
     specs = [program.spec(n) for n in operands(program, node)]
     args, kwargs = typed(program.info, node.args), typed(program.info, dict(node.kwargs))
     local = localise(node.target, rule, args, kwargs, results, specs)  # type: ignore[arg-type]
+    if sizes:
+        sizes.refuse_draw(node)
+        local = sizes.counted(node, rule, *local)
     feed = iter(operands(program, node))
 
     def back(arg: Any) -> Any:
         if isinstance(arg, TensorType):
             return build.env[next(feed)]
-        return build.env[arg] if isinstance(arg, fx.Node) else arg
+        return build.env.get(arg, arg) if isinstance(arg, fx.Node) else arg  # counts of rows are of the new graph already
 
     args, kwargs = fx.node.map_aggregate(local, back)
     return build.call(node.target, tuple(args), dict(kwargs), info, node.name)  # type: ignore[arg-type]

@@ -23,6 +23,20 @@ from shardc.options import TIME, Options
 from shardc.passes.factors import choose, made_factors, required, result_specs, rule_of
 from shardc.passes.graphs import Rewriter, is_cast, is_getitem, is_op, kept, operands, reshard
 from shardc.passes.inline import Tracer
+from shardc.passes.selection import (
+    NONZERO,
+    NONZERO_PART,
+    READS,
+    WRITES,
+    Places,
+    axes_of,
+    follow,
+    indexed_spec,
+    indices_of,
+    mask_spec,
+    rows_spec,
+    with_parts,
+)
 from shardc.passes.sink import sink
 from shardc.passes.split import aligned, wanted_result, write_out
 from shardc.program import Draw, Phase, Program, SlotKind, Specs, TensorType, op_name
@@ -53,6 +67,7 @@ class _Propagation(Rewriter):
         self.moved: dict[tuple[fx.Node, ShardSpec, Phase | None], fx.Node] = {}  # (value, spec, phase of a slot read)
         self.settled: dict[fx.Node, fx.Node] = {}  # partial value -> its reduced form
         self.resting: dict[fx.Node, ShardSpec] = {}  # value at rest in a storage spec -> spec of its forward/backward reads
+        self.places: dict[fx.Node, Places] = {}  # positions that a selection gave -> the dims that they are in
         self.drawn: dict[fx.Node, Draw] = {}  # by the operator itself, also where its value is moved at once
 
     def run(self) -> Program:
@@ -76,11 +91,17 @@ class _Propagation(Rewriter):
         elif is_op(node):
             if self.written_out(node):
                 return
-            self.operator(node)
+            if node.target is NONZERO:
+                self.nonzero(node)
+            else:
+                if node.target in READS or node.target in WRITES:
+                    self.select(node)
+                self.operator(node)
         else:
             self.number(node)
         if self.old.is_tensor(node):
             self.pin(node)
+            self.keep_places(node)
 
     # -- one node ----------------------------------------------------------------------------------------------------
 
@@ -171,6 +192,48 @@ class _Propagation(Rewriter):
             self.drawn[new] = self.old.draws[node]
         if is_cast(node) and values[0] in self.resting:  # it rests too, and is gathered after the cast, in fewer bytes
             self.resting[new] = self.resting[values[0]]
+
+    # -- selections --------------------------------------------------------------------------------------------------
+
+    def nonzero(self, node: fx.Node) -> None:
+        """Each rank lists its own part of the mask."""
+        (mask,) = operands(self.old, node)
+        value = self.read(mask, node)
+        value = self.move(value, mask_spec(self.spec(value)), node, "nonzero needs parts that are one run")
+        spec, info = self.spec(value), self.old.info[node]
+        rows = rows_spec(spec, self.old.type(node).shape[0]).canonical(self.mesh)
+        new = self.call(NONZERO_PART, (value, [0] * len(spec.dims)), {}, info.but(spec=rows, why="as its mask"), node.name)
+        self.env[node] = new
+        if spec.axes:
+            self.places[new] = spec.dims
+
+    def keep_places(self, node: fx.Node) -> None:
+        sources = [self.places[v] for v in (self.env[n] for n in node.all_input_nodes) if v in self.places]
+        if len(sources) == 1 and (found := follow(self.old, node, sources[0])) is not None:
+            self.places[self.env[node]] = found
+
+    def select(self, node: fx.Node) -> None:
+        """Turn a read or write at positions into one of parts, where all rows of a rank lie in its part."""
+        indices = indices_of(node)
+        found = [None if i is None else self.places.get(self.env[i]) for i in indices]
+        places = [None if p is None or len(p) != 1 else p[0] for p in found]
+        rows = {a for i, p in zip(indices, places, strict=True) if p is not None for a in self.spec(self.env[i]).axes}
+        if not rows or axes_of(places) != rows:
+            return
+        (base, *_) = operands(self.old, node)
+        form = with_parts(node, indices, len(self.old.type(base).shape))
+        if form is None:
+            return
+        value = self.read(base, node)
+        here = [((Factor(n),) if i is not None else None) if p is None else p
+                for i, p, n in zip(indices, places, self.old.type(base).shape, strict=False)]  # fmt: skip
+        wanted = indexed_spec(self.spec(value), here, sorted(rows), self.mesh)
+        with self.old.graph.inserting_before(node):
+            source = self.old.graph.call_function(ALIAS, (base,))
+        self.old.info[source] = self.old.info[base].but(spec=None)
+        self.env[source] = self.move(value, wanted, node, "its rows are selected where they lie")
+        node.target, (_, *rest), node.kwargs = form[0], form[1], {}
+        node.args = (source, *rest)
 
     def pin(self, node: fx.Node) -> None:
         pin = self.old.info[node].spec

@@ -177,6 +177,7 @@ class Draft:
         any_partial: bool = False,
         sized: Mapping[int | str, Sized] | None = None,
         orders: Sequence[tuple[frozenset[int], str, str]] = (),
+        tied: frozenset[tuple[str, str]] = frozenset(),
     ) -> Rule:
         left = tuple(map(tuple, operands))
         right = tuple(None if r is None else tuple(r) for r in results)
@@ -190,6 +191,7 @@ class Draft:
             any_partial,
             sized or {},
             tuple(o for o in orders if all(k < len(self.call.operands) for k in o[0])),
+            tied,
         )
 
 

@@ -26,7 +26,7 @@ def embedding_backward(call: Call) -> Rule:
     return draft.rule([[*batch, col], batch], [[row, col]], sets("0"))
 
 
-def _indexed(call: Call, draft: Draft) -> tuple[list[DimFactors], list[DimFactors], list[list[DimFactors]]]:
+def indexed(call: Call, draft: Draft) -> tuple[list[DimFactors], list[DimFactors], list[list[DimFactors]]]:
     """Dims of the indexed tensor, of what the index picks from it, and of each index tensor (`index`, `index_put`)."""
     shape, given = call.operands[0].shape, list(call["indices"])
     taken = [k for k, i in enumerate(given) if i is not None]
@@ -47,14 +47,14 @@ def _indexed(call: Call, draft: Draft) -> tuple[list[DimFactors], list[DimFactor
 
 def index(call: Call) -> Rule:
     draft = Draft(call)
-    dims, out, indices = _indexed(call, draft)
+    dims, out, indices = indexed(call, draft)
     return draft.rule([dims, *indices], [out], any_partial=True)
 
 
 def index_put(call: Call) -> Rule:
     """The elements written are whole: any of them may go anywhere. Adding is jointly linear."""
     draft = Draft(call)
-    dims, out, indices = _indexed(call, draft)
+    dims, out, indices = indexed(call, draft)
     for f in {f for t in indices for d in t for f in d}:
         draft.kinds[f] = WHOLE
     values = len(indices) + 1

@@ -49,6 +49,8 @@ def _local(
     operands: Sequence[ShardSpec],
     old: Any,
 ) -> Any:
+    if isinstance(how, tuple) and how and isinstance(how[0], Start):
+        return [_local(target, one, specs, operands, n) for one, n in zip(how, old, strict=True)]
     if isinstance(how, Start):
         owner = specs[how.tensor] if how.of_result else operands[how.tensor]
         assert owner is not None

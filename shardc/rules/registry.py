@@ -24,6 +24,7 @@ from shardc.rules import (
     others,
     pointwise,
     reduce,
+    selection,
     views,
     windows,
 )
@@ -38,6 +39,7 @@ TABLES: dict[str, Mapping[str, Builder]] = {
     "joins": joins.TABLE,
     "index": index.TABLE,
     "lookup": lookup.TABLE,
+    "selection": selection.TABLE,
     "create": create.TABLE,
     "nn": nn.TABLE,
     "attention": attention.TABLE,

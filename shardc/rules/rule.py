@@ -41,7 +41,7 @@ class Extent:
     dim: int
 
 
-Sized = Shape | Start | Extent | tuple[Extent, ...]
+Sized = Shape | Start | Extent | tuple[Extent, ...] | tuple[Start, ...]
 
 
 @dataclass(frozen=True)
@@ -62,6 +62,8 @@ class Rule:
             minima), every result is a partial maximum (or minimum) over it. What rises or falls in an element has these.
         sized: arguments that hold sizes and must be localised: argument position (int) or keyword -> what it is the size of.
             See `shardc.rules.localise`.
+        tied: pairs of factors (each both ways) that may be split over the same axis, as every element of the one lies in the
+            part of the other that the same rank holds (rows of a selection, and the dim that they were selected from).
     """
 
     operands: tuple[Factors, ...]
@@ -72,6 +74,7 @@ class Rule:
     any_partial: bool = False
     sized: Mapping[int | str, Sized] = field(default_factory=dict)
     orders: tuple[tuple[frozenset[int], str, str], ...] = ()
+    tied: frozenset[tuple[str, str]] = frozenset()
 
     def through(self, held: frozenset[int], reduction: str) -> str | None:
         """The pending reduction of the results where exactly the operands of `held` have one; None: it has to be made first."""
@@ -110,6 +113,8 @@ class Rule:
             tail.append("order: " + " | ".join(_order_text(self.orders)))
         if self.sized:
             tail.append("sized: " + ", ".join(map(str, self.sized)))
+        if self.tied:
+            tail.append("tied: " + ", ".join(sorted("".join(pair) for pair in self.tied if pair[0] < pair[1])))
         return "; ".join([f"{left}->{right}", *tail])
 
 

@@ -43,6 +43,7 @@ from shardc.runtime.accounting import MemoryProfile, Stats
 from shardc.runtime.comm import Move, Request, Wait
 from shardc.runtime.liveness import Liveness
 from shardc.runtime.measure import Measure, describe
+from shardc.runtime.ragged import SIZE, Ragged
 from shardc.runtime.workspace import workspace_of
 from shardc.spec import ShardSpec
 
@@ -107,6 +108,7 @@ class Executor:
         self.categories, self.timeline, self.measure = dict(categories or {}), timeline, measure
         self.profile: MemoryProfile | None = None
         self.outs: dict[int, Out] = {o.reg: o for i in instructions for o in outs_of(i)}
+        self.ragged = Ragged(self.instructions)
         self.liveness = Liveness(self.instructions, mesh)
         self.reads = tuple(i.slot for i in instructions if isinstance(i, Read))
         self.paths = tuple(i.path for i in instructions if isinstance(i, Input))
@@ -115,7 +117,7 @@ class Executor:
         self.comm_bytes = self.collectives = 0
         self.constants: dict[str, Any] = {
             "check": _check, "write": _write, "apart": _apart, "filled": _filled, "Wait": Wait,
-            "mesh": mesh, "coord": self.coord, "device": self.device,
+            "mesh": mesh, "coord": self.coord, "ragged": self.ragged, "device": self.device,
         }  # fmt: skip
         self.names: dict[int, str] = {}
         self.fast: Callable[..., Any] | None = None
@@ -155,7 +157,7 @@ class Executor:
         self.dirty = False
         stats = Stats(comm_bytes=self.comm_bytes, collectives=self.collectives)
         measured = self.profile is None or self.measure == "always"
-        measure = Measure(self.instructions, self._shape, self.categories, self.rank, self.timeline)
+        measure = Measure(self.instructions, self._shape, self.ragged, self.categories, self.rank, self.timeline)
         if measured:
             measure.begin(slots, inputs)
             function = self.measured or self._compile(measured=True)
@@ -293,7 +295,7 @@ class Executor:
         if i.draw is not None:
             call = self._draw(i, outs[0][1], args, kwargs)
         else:
-            if self.device.type == "meta" and outs and all(o.dtype is None for _, o in outs):
+            if self.device.type == "meta" and i.op != SIZE and outs and all(o.dtype is None for _, o in outs):
                 function = kernels.numbers_on_meta(function)
             given = [self._tree(a) for a in args] + [f"{key}={self._tree(v)}" for key, v in kwargs.items()]
             call = f"{self._const(function)}({', '.join(given)})"
@@ -336,6 +338,8 @@ class Executor:
     def _fills(self, i: Compute) -> tuple[kernels.Fill | None, ...] | None:
         regs = uses_of(i)
         specs = [*(self.outs[r].spec for r in regs), *(o.spec for o in i.outs if o is not None)]
+        if any(self.ragged.dims(s) for s in specs):
+            return None  # the kernel is given the rows that there are, perhaps none
         if not any(s is not None and 0 in self._shape(s) for s in specs):
             return None
         return kernels.skipped(i, self.outs, self.mesh, self.coord)
@@ -351,23 +355,32 @@ class Executor:
         if self.mesh.axes[step.axis] == 1:
             part = f"{out} = r{i.src}"
         elif step.kind == "slice":  # copied where a view would keep the whole value alive for the sake of a part of it
-            part = f"{out} = {self._const(self._move(i, False).cut)}(r{i.src}, {done})"
+            cut = f"{self._ragged(i)}.cut" if self.ragged.dims(step.src) else self._const(self._move(i, False).cut)
+            part = f"{out} = {cut}(r{i.src}, {done})"
+        elif self.ragged.dims(step.src):
+            self.comm_bytes += step.nbytes(i.out.dtype, self.mesh)
+            self.collectives += 1
+            return f"move = {self._ragged(i)}; " + self._sent(k, i, "move.open", "move.close", measured)
         else:
             move = self._move(i, done)
             if not move.silent:
                 self.comm_bytes += step.nbytes(i.out.dtype, self.mesh)
                 self.collectives += 1
-                return self._sent(k, i, move, measured)
+                return self._sent(k, i, self._const(move.open), self._const(move.close), measured)
             part = f"{out} = filled({self._fill((move.shape, i.out.dtype, None))})"
         return "; ".join([part, *([f"measure.results({k}, {out})"] if measured else []), *_freed(i.frees)])
 
-    def _sent(self, k: int, i: Collective, move: Move, measured: bool) -> str:
+    def _ragged(self, i: Collective) -> str:
+        """Source of the move of a tensor whose shape is known when it is there."""
+        return f"ragged.move({self._const(i.step)}, {self._const(i.out.dtype)}, mesh, coord, r{i.src})"
+
+    def _sent(self, k: int, i: Collective, opens: str, closes: str, measured: bool) -> str:
         early, late = [r for r in i.frees if r == i.src], [r for r in i.frees if r != i.src]
-        parts = [f"x = {self._const(move.open)}(r{i.src}, {i.name!r})"]
+        parts = [f"x = {opens}(r{i.src}, {i.name!r})"]
         parts += [f"measure.opened({k}, x, {early})"] if measured else []
         parts += [*_freed(early), "yield Wait((yield x))", "x.inp = None"]
         parts += ["measure.sent()"] if measured else []
-        parts += [f"r{i.out.reg} = {self._const(move.close)}(x)"]
+        parts += [f"r{i.out.reg} = {closes}(x)"]
         parts += [f"measure.received({k}, r{i.out.reg})"] if measured else []
         return "; ".join([*parts, "del x", *_freed(late)])
 

@@ -13,6 +13,7 @@ from shardc.errors import RuntimeFailure
 from shardc.instructions import Input, Instruction, Out, Read, Write, outs_of
 from shardc.runtime.accounting import Tracker
 from shardc.runtime.comm import Start
+from shardc.runtime.ragged import Ragged
 from shardc.runtime.workspace import Workspace
 from shardc.spec import ShardSpec
 
@@ -32,6 +33,7 @@ class Measure:
 
     Args:
         shape: the rank's local shape of a spec.
+        ragged: the sizes that depend on data.
         categories: slot, input path or instruction name -> category.
     """
 
@@ -39,11 +41,13 @@ class Measure:
         self,
         instructions: Sequence[Instruction],
         shape: Callable[[ShardSpec], tuple[int, ...]],
+        ragged: Ragged,
         categories: Mapping[str, str],
         rank: int,
         timeline: bool,
     ) -> None:
         self.instructions, self.shape, self.categories, self.rank = instructions, shape, categories, rank
+        self.ragged = ragged
         self.tracker = Tracker(timeline)
         self.held = 0  # by the kernel of the instruction at hand
 
@@ -108,11 +112,14 @@ class Measure:
     def end(self, k: int) -> None:
         self.tracker.mark(self.instructions[k].name)
 
+    def _fits(self, value: Tensor, shape: tuple[int, ...], spec: ShardSpec) -> bool:
+        return value.shape == torch.Size(shape) or self.ragged.fits(value.shape, shape, spec)
+
     def _take(self, i: Instruction, out: Out, value: Any) -> None:
         if out.dtype is None or out.spec is None:
             return
         shape = self.shape(out.spec)
-        if not isinstance(value, Tensor) or value.shape != torch.Size(shape) or value.dtype != out.dtype:
+        if not isinstance(value, Tensor) or not self._fits(value, shape, out.spec) or value.dtype != out.dtype:
             raise RuntimeFailure(
                 f"rank {self.rank}: {i.name} is {describe(value)}, not {short(out.dtype)}{list(shape)} of {out.spec}",
                 where=", ".join(w for w in (i.line, i.module, i.phase) if w),

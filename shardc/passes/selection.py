@@ -1,0 +1,105 @@
+"""selection: rows that data selects stay where they are (part of propagate).
+
+Before: ``nonzero`` of a mask that is split, and reads and writes at the positions that it gives. After: each rank lists the true
+elements of its own part, and reads and writes its own part of tensors that lie like the mask; the rows of a selection are split
+over the axes that split the mask. Nothing is moved.
+
+Example (dp=2): ``idx = nonzero(mask: [12@dp])``, ``index(x: [12@dp, 16], [idx])`` becomes ``nonzero_part(mask) -> [u@dp, 1]``,
+``index_part(x, [idx]) -> [u@dp, 16]``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from shardc.mesh import Mesh
+from shardc.passes.graphs import is_getitem, is_op, is_view
+from shardc.program import Program
+from shardc.spec import Dim, Factor, ShardSpec, dim_axes
+
+aten = torch.ops.aten
+NONZERO = aten.nonzero.default
+NONZERO_PART = torch.ops.shardc.nonzero_part.default
+READS = (aten.index.Tensor, aten._unsafe_index.Tensor, aten.index_select.default)
+WRITES = (aten.index_put.default, aten._unsafe_index_put.default, aten.index_add.default)
+COPIES = (aten.clone.default, aten._to_copy.default, aten.alias.default)
+
+Places = tuple[Dim, ...]
+"""For each column of positions the dim that they are in; the positions that a rank has lie in its part of it."""
+
+
+def mask_spec(spec: ShardSpec) -> ShardSpec:
+    """How a mask has to lie: nothing pending, parts that are one run of elements."""
+    dims = [d if not any(f.axes for f in d[1:]) else (Factor(ShardSpec((d,)).shape[0]),) for d in spec.dims]
+    return ShardSpec(tuple(dims))
+
+
+def rows_spec(mask: ShardSpec, rows: int) -> ShardSpec:
+    """How the positions lie: split over all axes that split the mask."""
+    return ShardSpec(((Factor(rows, mask.axes),), (Factor(len(mask.dims)),)))
+
+
+def follow(program: Program, node: fx.Node, places: Places) -> Places | None:
+    """The places of what `node` makes of positions, where it takes them or some columns of them as they are."""
+    if is_getitem(node) and node.all_input_nodes[0].target is aten.unbind.int:
+        return (places[int(node.args[1])],) if len(places) > 1 else None  # type: ignore[arg-type]
+    if not is_op(node) or not program.is_tensor(node):
+        return None
+    source = program.type(node.all_input_nodes[0])
+    if node.target is aten.select.int and len(source.shape) == 2 and int(node.args[1]) % 2 == 1:  # type: ignore[arg-type]
+        return (places[int(node.args[2])],)  # type: ignore[arg-type]
+    kept = is_view(node) or node.target in COPIES
+    if kept and program.type(node).numel == source.numel and (len(places) == 1 or program.type(node).shape == source.shape):
+        return places
+    return None
+
+
+def indices_of(node: fx.Node) -> list[fx.Node | None]:
+    """The index tensors of a read or write, by dim of what is indexed."""
+    if node.target in (aten.index_select.default, aten.index_add.default):
+        base, dim, index = node.args[:3]
+        assert isinstance(index, fx.Node) and isinstance(dim, int)
+        return [None] * dim + [index]
+    return list(node.args[1])  # type: ignore[arg-type]
+
+
+def with_parts(node: fx.Node, indices: Sequence[fx.Node | None], rank: int) -> tuple[Any, tuple[Any, ...]] | None:
+    """The form of a read or write on parts: operator and arguments. None where it has none."""
+    start = [0] * rank
+    if node.target in READS:
+        return torch.ops.shardc.index_part.default, (node.args[0], list(indices), start)
+    given = dict(zip(("self", "dim", "index", "source") if node.target is aten.index_add.default
+                     else ("self", "indices", "values", "accumulate"), node.args, strict=False)) | dict(node.kwargs)  # fmt: skip
+    if node.target is aten.index_add.default:
+        if given.get("alpha", 1) != 1 or given["dim"] != 0:
+            return None
+        values, adds = given["source"], True
+    else:
+        values, adds = given["values"], given.get("accumulate", False)
+    return torch.ops.shardc.index_put_part.default, (given["self"], list(indices), values, adds, start)
+
+
+def indexed_spec(spec: ShardSpec, places: Sequence[Dim | None], rows: Sequence[str], mesh: Mesh) -> ShardSpec:
+    """How a tensor has to lie that is read or written at positions: dims that have places as these, other indexed dims whole,
+    the rest as it is.
+
+    Args:
+        places: for each indexed dim its place; None for a dim that is not indexed.
+        rows: the axes that split the rows.
+    """
+    dims: list[Dim] = []
+    for k, dim in enumerate(spec.dims):
+        place = places[k] if k < len(places) else None
+        if place is not None:
+            dims.append(place)
+        else:
+            dims.append(tuple(Factor(f.size, tuple(a for a in f.axes if a not in rows)) for f in dim))
+    return ShardSpec(tuple(dims), tuple(p for p in spec.partial if p[0] not in rows)).canonical(mesh)
+
+
+def axes_of(places: Sequence[Dim | None]) -> set[str]:
+    return {a for d in places if d is not None for a in dim_axes(d)}
