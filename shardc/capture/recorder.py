@@ -54,6 +54,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.decisions: dict[fx.Node, Guard] = {}  # on values of the step
         self.ask = ask
         self.constants: dict[str, Tensor] = {}
+        self._items: dict[fx.Node, fx.Node] = {}  # tensor -> its value as a number
         self._selected: dict[fx.Node, Tensor] = {}  # mask -> positions of its true elements
         self.saw_backward = False
         self._nodes: dict[int, tuple[FakeTensor, fx.Node]] = {}  # the tensor is kept, so that its id stays its own
@@ -345,9 +346,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         known = constant_value(source, self.info, self.constants)
         if known is not None:
             return pytype(known.item())
-        phase, where = self._place([source])
-        node = self.graph.call_function(aten._local_scalar_dense.default, (source,))
-        self.info[node] = Info(None, phase, where.module, where.line)
+        node = self._items.get(source)
+        if node is None:
+            phase, where = self._place([source])
+            node = self._items[source] = self.graph.call_function(aten._local_scalar_dense.default, (source,))
+            self.info[node] = Info(None, phase, where.module, where.line)
         return symbol(Number(self, node, pytype, None))
 
     def _equal(self, func: Any, a: Tensor, b: Tensor, *tolerances: Any, **named: Any) -> bool:

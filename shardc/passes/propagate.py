@@ -34,6 +34,7 @@ from shardc.passes.selection import (
     indexed_spec,
     indices_of,
     mask_spec,
+    positions_of,
     rows_spec,
     with_parts,
 )
@@ -208,7 +209,7 @@ class _Propagation(Rewriter):
             self.places[new] = spec.dims
 
     def keep_places(self, node: fx.Node) -> None:
-        sources = [self.places[v] for v in (self.env[n] for n in node.all_input_nodes) if v in self.places]
+        sources = [self.places[v] for v in (self.env[n] for n in positions_of(node)) if v in self.places]
         if len(sources) == 1 and (found := follow(self.old, node, sources[0])) is not None:
             self.places[self.env[node]] = found
 

@@ -45,8 +45,8 @@ def rows_spec(mask: ShardSpec, rows: int) -> ShardSpec:
 
 def follow(program: Program, node: fx.Node, places: Places) -> Places | None:
     """The places of what `node` makes of positions, where it takes them or some columns of them as they are."""
-    if is_getitem(node) and node.all_input_nodes[0].target is aten.unbind.int:
-        return (places[int(node.args[1])],) if len(places) > 1 else None  # type: ignore[arg-type]
+    if is_getitem(node):
+        return (places[int(node.args[1])],)  # type: ignore[arg-type]
     if not is_op(node) or not program.is_tensor(node):
         return None
     source = program.type(node.all_input_nodes[0])
@@ -56,6 +56,15 @@ def follow(program: Program, node: fx.Node, places: Places) -> Places | None:
     if kept and program.type(node).numel == source.numel and (len(places) == 1 or program.type(node).shape == source.shape):
         return places
     return None
+
+
+def positions_of(node: fx.Node) -> list[fx.Node]:
+    """The operands of a node that may be positions; for an item of an ``unbind`` into columns, what was unbound."""
+    if is_getitem(node):
+        (parent,) = node.all_input_nodes
+        columns = parent.target is aten.unbind.int and parent.args[1:] in ((1,), (-1,))
+        return parent.all_input_nodes if columns else []
+    return node.all_input_nodes
 
 
 def indices_of(node: fx.Node) -> list[fx.Node | None]:
