@@ -365,14 +365,28 @@ def sized(env: Any, name: str, stands_for: int) -> tuple[torch.SymInt, Any]:
     kind: Any = lookup("torch.fx.experimental.symbolic_shapes", "DimDynamic")
     source = lookup("torch._dynamo.source", "ConstantSource")(name)
     symbol = env.create_symbol(
-        stands_for, source=source, dynamic_dim=kind.DYNAMIC, constraint_dim=None, do_not_specialize_zero_one=True
+        stands_for, source=source, dynamic_dim=kind.DYNAMIC, constraint_dim=None, positive=None,
+        do_not_specialize_zero_one=True,
     )
     return env.create_symintnode(symbol, hint=stands_for, source=source), symbol
 
 
-def is_size(node: Any) -> bool:
-    """Whether the node of a symbol is of a `ShapeEnv`."""
-    return getattr(node, "shape_env", None) is not None
+def is_size(x: Any) -> bool:
+    """Whether a value is a symbol of a `ShapeEnv`."""
+    symbols = (torch.SymInt, torch.SymFloat, torch.SymBool)
+    return isinstance(x, symbols) and getattr(x.node, "shape_env", None) is not None
+
+
+def integer_arguments(op: torch._ops.OpOverload) -> frozenset[str]:
+    """Names of the arguments that are sizes, dims and indices, and no values (the schema's Scalars)."""
+    return frozenset(a.name for a in op._schema.arguments if "int" in str(a.real_type))
+
+
+def map_integers(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], fn: Callable[[Any], Any]) -> Any:
+    """(arguments, keyword arguments) with `fn` applied to each of `integer_arguments`."""
+    names, chosen = [a.name for a in op._schema.arguments], integer_arguments(op)
+    new = tuple(fn(a) if name in chosen else a for name, a in zip(names, args, strict=False))
+    return new, {k: fn(v) if k in chosen else v for k, v in kwargs.items()}
 
 
 def plain_size(n: Any) -> int:

@@ -86,13 +86,14 @@ class Whole:
         self.world, self.make, self.limit = world, stream, limit
         self.graph: fx.Graph | None = None
         self.values: dict[fx.Node, Any] = {}
+        self.rows: dict[int, int] = {}  # size that stands for a number of rows -> the number
         self.mesh = Mesh(one=1, simulated=True)
         self.spent = 0
         self.device = torch.device("cpu")
 
     def __call__(self, program: Program, node: fx.Node, constants: Mapping[str, Tensor], line: str) -> Any:
         if self.graph is not program.graph:  # a new trace
-            self.graph, self.values, self.stream, self.spent = program.graph, {}, self.make(), 0
+            self.graph, self.values, self.rows, self.stream, self.spent = program.graph, {}, {}, self.make(), 0
         with _torch.without_modes(), execution(self.device), torch.autocast("cpu", enabled=False):
             self._placeholders(program, constants)
             for draw in sorted(program.draws, key=lambda n: program.draws[n].index):
@@ -165,11 +166,28 @@ class Whole:
                 f"{node.target}", tuple(args), dict(kwargs), spec, self.mesh, (0,), index, info.type.dtype, self.device
             )
         try:
-            return node.target(*args, **kwargs)  # type: ignore[operator]
+            if not isinstance(node.target, torch._ops.OpOverload):
+                return node.target(*args, **kwargs)  # type: ignore[operator]
+            if self.rows:
+                args, kwargs = _torch.map_integers(node.target, args, kwargs, self._sizes)
+            out = node.target(*args, **kwargs)
+            if node.target is torch.ops.aten.nonzero.default:
+                self.rows[program.type(node).shape[0]] = out.shape[0]
+            return out
         except (RuntimeError, ValueError, ArithmeticError, NotImplementedError) as error:
             raise PlanError(
                 f"a decision depends on {op_name(node.target)} at {info.where}, which fails: {error}", where=line
             ) from error
+
+
+    def _sizes(self, arg: Any) -> Any:
+        """Sizes that stand for numbers of rows (see `shardc.capture.sizes`) as the numbers that were found."""
+        if isinstance(arg, (list, tuple)):
+            return type(arg)(map(self._sizes, arg))
+        for prime, rows in self.rows.items() if isinstance(arg, int) else ():
+            if arg and arg % prime == 0:
+                return self._sizes(arg // prime) * rows
+        return arg
 
 
 class PlaceFirst(BaseException):

@@ -7,7 +7,6 @@ with the same autograd sequence number.
 
 from __future__ import annotations
 
-import math
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -16,13 +15,13 @@ import torch
 from torch import Tensor, fx
 
 from shardc import _torch
-from shardc._torch import FakeTensor, FakeTensorMode, TorchDispatchMode
+from shardc._torch import FakeTensor, FakeTensorMode, TorchDispatchMode, is_size
 from shardc.capture.constants import constant_value
 from shardc.capture.fakes import corrected
 from shardc.capture.lines import Frames, Place
 from shardc.capture.lists import is_list_op, loop
 from shardc.capture.numbers import Number, is_symbol, symbol
-from shardc.capture.sizes import Sizes, is_size
+from shardc.capture.selections import Selections
 from shardc.errors import CaptureError
 from shardc.program import Draw, Guard, Info, Phase, TensorType, Types, op_name
 
@@ -55,7 +54,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.ask = ask
         self.constants: dict[str, Tensor] = {}
         self._items: dict[fx.Node, fx.Node] = {}  # tensor -> its value as a number
-        self._selected: dict[fx.Node, Tensor] = {}  # mask -> positions of its true elements
+        self.selections = Selections(self)
         self.saw_backward = False
         self._nodes: dict[int, tuple[FakeTensor, fx.Node]] = {}  # the tensor is kept, so that its id stays its own
         self._drawn: list[tuple[Any, Any]] = []  # operator and result of each draw
@@ -65,13 +64,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.const_nodes: dict[str, fx.Node] = {}
         self._last_input: fx.Node | None = None
         self._last_number: fx.Node | None = None
-        self.sizes = Sizes(fake_mode, self._decided, self.line)
 
     def release(self) -> None:
         """Forget the fake tensors."""
         self._nodes.clear()
         self._drawn.clear()
-        self._selected.clear()
+        self.selections.release()
 
     # -- placeholders --------------------------------------------------------------------------------------------------
 
@@ -108,7 +106,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     # -- numbers -------------------------------------------------------------------------------------------------------
 
     def number_op(self, target: Callable[..., Any], args: tuple[Any, ...]) -> fx.Node:
-        phase, where = self._place([a for a in args if isinstance(a, fx.Node)])
+        phase, where = self.place([a for a in args if isinstance(a, fx.Node)])
         node = self.graph.call_function(target, args)
         self.info[node] = Info(None, phase, where.module, where.line)
         return node
@@ -149,7 +147,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func in _LIFTS and not isinstance(args[0], FakeTensor):
             return self._lift(args[0])
         if func is aten._local_scalar_dense.default:
-            return self._item(args[0])
+            return self.item(args[0])
         if is_list_op(func):
             return loop(func, args, kwargs, lambda op, given, named: self.__torch_dispatch__(op, types, given, named))
         if func._schema.is_mutable:
@@ -161,16 +159,16 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             kwargs = {**kwargs, "device": torch.device("cpu")}
         if func in (aten.equal.default, aten.allclose.default):
             return self._equal(func, *args, **kwargs)
-        if (select := self._selection(func, args, kwargs)) is not None:
-            return select
-        args, kwargs = self._counted(func, *_decided_sizes(func, args, kwargs))
+        if (selected := self.selections.result(func, args, kwargs)) is not None:
+            return selected
+        args, kwargs = self.selections.counted(func, *_decided_sizes(func, args, kwargs))
         inputs: list[fx.Node] = []
 
         def as_node(x: Any) -> Any:
             if isinstance(x, Tensor):
                 node = self.node_of(x)
                 if node is None:
-                    raise self._stranger(x, func)
+                    raise self.stranger(x, func)
                 inputs.append(node)
                 return node
             if is_size(x):
@@ -195,79 +193,15 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         with self.fake_mode:
             out = func(*_hints(args), **{k: _hints(v) for k, v in kwargs.items()})
             out = corrected(func, args, out, self.device)
-        phase, where = self._place(inputs)
+        phase, where = self.place(inputs)
         node = self.graph.call_function(func, node_args, node_kwargs)
         self.info[node] = Info(_types(out), phase, where.module, where.line)
-        self._bind_results(node, out)
+        self.bind_results(node, out)
         if random:
             self._drawn.append((func, out))
             self.draws[node] = Draw(len(self.draws))
             self.seed(len(self._drawn))
         return out
-
-    # -- sizes that depend on data -------------------------------------------------------------------------------------
-
-    def _decided(self, number: Any) -> Any:
-        return number.node.decide() if is_symbol(number) else number
-
-    def _counted(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Arguments in which sizes that depend on data are numbers, where they are values and no shapes."""
-        if not any(map(is_size, (*args, *kwargs.values()))):
-            return args, kwargs
-        values = {a.name for a in func._schema.arguments if "int" not in str(a.real_type)}
-        names = [a.name for a in func._schema.arguments]
-        count = lambda name, x: self.sizes.number(x) if name in values and is_size(x) else x  # noqa: E731
-        return tuple(map(count, names, args)), {k: count(k, v) for k, v in kwargs.items()}
-
-    def _selection(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The result of an operator that picks as many elements as the data says; None for all others.
-
-        A mask is what ``nonzero`` makes of it, and the rows of a selection are counted where Python walks over them.
-        """
-        call = lambda op, *a: self.__torch_dispatch__(op, (), a)  # noqa: E731
-        if func is aten.nonzero.default:
-            return self._nonzero(args[0])
-        if func in (aten.index.Tensor, aten.index_put.default) and any(map(_is_mask, args[1])):
-            return self.__torch_dispatch__(func, (), (args[0], self._positions(args[1]), *args[2:]), kwargs)
-        if func is aten.masked_select.default:
-            x, mask = call(aten.expand.default, args[0], shape := _joint(args[0], args[1])), call(aten.expand.default, args[1], shape)
-            return call(aten.index.Tensor, x, self._positions([mask]))
-        if func is aten.masked_scatter.default and is_size(args[2].shape[0] if args[2].dim() == 1 else None):
-            mask = call(aten.expand.default, args[1], list(args[0].shape))
-            return call(aten.index_put.default, args[0], self._positions([mask]), args[2])
-        if func is aten.unbind.int and is_size(args[0].shape[dim := args[1] if len(args) > 1 else 0]):
-            rows = self._decided(self.sizes.number(args[0].shape[dim]))
-            return [call(aten.select.int, args[0], dim, i) for i in range(rows)]
-        return None
-
-    def _positions(self, indices: Any) -> list[Any]:
-        """Indices in which each mask is replaced by the positions of its true elements."""
-        out: list[Any] = []
-        for i in indices:
-            if _is_mask(i):
-                rows = self._nonzero(i)
-                out += [self.__torch_dispatch__(aten.select.int, (), (rows, 1, k)) for k in range(i.dim())]
-            else:
-                out.append(i)
-        return out
-
-    def _nonzero(self, x: Tensor) -> Tensor:
-        source = self.node_of(x)
-        if source is None:
-            raise self._stranger(x, aten.nonzero.default)
-        if source not in self._selected:
-            for node in self.graph.nodes:
-                self.sizes.note(_sizes_of(self.info[node].type) if node in self.info else ())
-            number = lambda: self._item(self.__torch_dispatch__(aten.count_nonzero.default, (), (x,)))  # noqa: E731
-            rows = self.sizes.new(max(1, math.prod(map(_torch.plain_size, x.shape))), number)
-            phase, where = self._place([source])
-            with self.fake_mode:
-                out = torch.empty((rows, x.dim()), dtype=torch.int64)
-            node = self.graph.call_function(aten.nonzero.default, (source,))
-            self.info[node] = Info(TensorType.of(out), phase, where.module, where.line)
-            self._bind_results(node, out)
-            self._selected[source] = out
-        return self._selected[source]
 
     # -- draws ---------------------------------------------------------------------------------------------------------
 
@@ -296,7 +230,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.seed(at + 1)
         return out
 
-    def _bind_results(self, node: fx.Node, out: Any) -> None:
+    def bind_results(self, node: fx.Node, out: Any) -> None:
         info = self.info[node]
         if isinstance(out, Tensor):
             if id(out) not in self._nodes:
@@ -311,11 +245,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 elif isinstance(item, (list, tuple)) and item:
                     part = self.graph.call_function(operator.getitem, (node, i))
                     self.info[part] = info.but(type=_types(item))
-                    self._bind_results(part, item)
+                    self.bind_results(part, item)
 
     def _lift(self, real: Tensor) -> Tensor:
         """A tensor that the code makes from Python data."""
-        phase, where = self._place([])
+        phase, where = self.place([])
         with self.fake_mode:
             fake = torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device="cpu")
         assert isinstance(fake, FakeTensor)
@@ -335,11 +269,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.bind(fake, node)
         return fake
 
-    def _item(self, x: Tensor) -> Any:
+    def item(self, x: Tensor) -> Any:
         """`.item()`: a number that the host does not know before the step runs."""
         source = self.node_of(x)
         if source is None:
-            raise self._stranger(x, aten._local_scalar_dense.default)
+            raise self.stranger(x, aten._local_scalar_dense.default)
         pytype = bool if x.dtype == torch.bool else float if x.dtype.is_floating_point else int
         if source.target is aten.full.default and isinstance(source.args[1], (bool, int, float)):
             return pytype(source.args[1])
@@ -348,7 +282,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return pytype(known.item())
         node = self._items.get(source)
         if node is None:
-            phase, where = self._place([source])
+            phase, where = self.place([source])
             node = self._items[source] = self.graph.call_function(aten._local_scalar_dense.default, (source,))
             self.info[node] = Info(None, phase, where.module, where.line)
         return symbol(Number(self, node, pytype, None))
@@ -361,7 +295,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             same = aten.eq.Tensor(a, b) if func is aten.equal.default else _close(a, b, *tolerances, **named)
             return bool(aten._local_scalar_dense.default(aten.all.default(same)))
 
-    def _stranger(self, x: Tensor, func: Any) -> CaptureError:
+    def stranger(self, x: Tensor, func: Any) -> CaptureError:
         what = "parameter" if isinstance(x, torch.nn.Parameter) else "tensor"
         return CaptureError(
             f"{op_name(func)} reads a {what} of shape {tuple(x.shape)} that is neither reached from the arguments nor named in "
@@ -372,7 +306,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     # -- where we are --------------------------------------------------------------------------------------------------
 
-    def _place(self, inputs: list[fx.Node]) -> tuple[Phase, Place]:
+    def place(self, inputs: list[fx.Node]) -> tuple[Phase, Place]:
         if _torch.in_backward():
             self.saw_backward = True
             seq = _torch.backward_sequence_number()
@@ -426,29 +360,13 @@ def _decided_sizes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     given = [*args, *kwargs.values()]
     if not any(map(is_symbol, given)) and not any(is_symbol(y) for x in given if isinstance(x, (list, tuple)) for y in x):
         return args, kwargs
-    sizes = {a.name for a in func._schema.arguments if "int" in str(a.real_type)}
 
     def plain(x: Any) -> Any:
         if isinstance(x, (list, tuple)):
             return type(x)(map(plain, x))
         return int(x) if is_symbol(x) else x
 
-    names = [a.name for a in func._schema.arguments]
-    new = tuple(plain(x) if name in sizes else x for name, x in zip(names, args, strict=False))
-    return new, {k: plain(v) if k in sizes else v for k, v in kwargs.items()}
-
-
-def _is_mask(x: Any) -> bool:
-    return isinstance(x, Tensor) and x.dtype in (torch.bool, torch.uint8)
-
-
-def _joint(*tensors: Tensor) -> list[int]:
-    return list(torch.broadcast_shapes(*(t.shape for t in tensors)))  # type: ignore[no-untyped-call]
-
-
-def _sizes_of(kind: Types) -> tuple[int, ...]:
-    kinds = kind if isinstance(kind, tuple) else (kind,)
-    return tuple(n for t in kinds if t is not None for n in t.shape)
+    return _torch.map_integers(func, args, kwargs, plain)  # type: ignore[no-any-return]
 
 
 def _types(out: Any) -> Types:

@@ -12,7 +12,7 @@ import operator
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import sympy
+import sympy  # type: ignore[import-untyped]
 import torch
 
 from shardc import _torch
@@ -24,8 +24,9 @@ Count = Callable[[], Any]
 """Makes the number of rows, as a recorded number of the step."""
 
 _FUNCTIONS = {
-    "FloorDiv": operator.floordiv, "CeilToInt": int, "IntTrueDiv": operator.truediv, "TrueDiv": operator.truediv,
-    "ToFloat": float, "Mod": operator.mod, "PythonMod": operator.mod, "Max": max, "Min": min,
+    "FloorDiv": operator.floordiv, "IntTrueDiv": operator.truediv, "FloatTrueDiv": operator.truediv, "Mod": operator.mod,
+    "PythonMod": operator.mod, "PowByNatural": operator.pow, "FloatPow": operator.pow, "ToFloat": torch.sym_float,
+    "Max": torch.sym_max, "Min": torch.sym_min,
 }  # fmt: skip
 
 
@@ -82,13 +83,3 @@ class Sizes:
         if asks_itself() and not getattr(expr, "is_number", False) and getattr(expr, "free_symbols", None):
             return self.value(self.number(expr))
         return hint
-
-
-def is_size(x: Any) -> bool:
-    """Whether a symbol is a size that depends on data."""
-    return isinstance(x, (torch.SymInt, torch.SymFloat, torch.SymBool)) and _torch.is_size(x.node)
-
-
-def stand_in(x: Any) -> Any:
-    """A size as the number that stands for it; everything else as it is."""
-    return x.node.hint if is_size(x) else x

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from shardc._torch import FakeTensorMode
+from shardc._torch import FakeTensorMode, is_size, map_integers, shape_env, sized
+from shardc.errors import PlanError
 from shardc.program import TensorType, Types
+
+SIZES = (torch.ops.aten.sym_size.int, torch.ops.aten.sym_numel.default)
 
 
 class Tracer:
@@ -18,10 +21,13 @@ class Tracer:
 
     Args:
         table: operator -> function of the same arguments.
+        primes: sizes that stand for numbers of rows which data decides (see `shardc.capture.sizes`). Where a function computes
+            with such a size, its graph does too, from ``sym_size`` nodes; where it shapes a result, the graph has the stand-in.
     """
 
-    def __init__(self, table: Mapping[Any, Callable[..., Any]]) -> None:
+    def __init__(self, table: Mapping[Any, Callable[..., Any]], primes: Collection[int] = ()) -> None:
         self.table = table
+        self.primes: dict[int, Any] = dict.fromkeys(primes)
         self._traced: dict[Any, fx.Graph] = {}
         self._fake = FakeTensorMode()
 
@@ -41,7 +47,7 @@ class Tracer:
 
                 def hole(a: Any) -> Any:
                     if isinstance(a, TensorType):
-                        flat.append(torch.empty_strided(a.shape, a.stride, dtype=a.dtype))
+                        flat.append(torch.empty_strided(self._sizes(a.shape), self._sizes(a.stride), dtype=a.dtype))
                         return _Hole(len(flat) - 1)
                     return a
 
@@ -51,8 +57,44 @@ class Tracer:
                     full: Any = fx.node.map_aggregate(holes, lambda a: tensors[a.index] if isinstance(a, _Hole) else a)
                     return self.table[target](*full[0], **full[1])
 
-                self._traced[key] = make_fx(fn)(*flat).graph
+                self._traced[key] = _with_shapes(make_fx(fn)(*flat).graph)
         return self._traced[key]
+
+    def _sizes(self, sizes: tuple[int, ...]) -> list[Any]:
+        return [self._size(n) for n in sizes] if self.primes else list(sizes)
+
+    def _size(self, n: int) -> Any:
+        for prime, symbol in self.primes.items():
+            if n and n % prime == 0:
+                if symbol is None:
+                    if self._fake.shape_env is None:
+                        self._fake.shape_env = shape_env(_answer)
+                    symbol = self.primes[prime] = sized(self._fake.shape_env, f"u{prime}", prime)[0]
+                return self._size(n // prime) * symbol
+        return n
+
+
+def _answer(expr: Any, hint: Any) -> Any:
+    """A function that asks whether a size is one or zero is told what holds for sizes of two and more; none gets to know it."""
+    if not isinstance(hint, bool):
+        raise PlanError(f"a decomposition takes the number of rows {expr} for a constant", hint="report it, with the operator")
+    return hint
+
+
+def _stand_in(node: fx.Node) -> Any:
+    value: Any = node.meta.get("val")
+    return value.node.hint if is_size(value) else node
+
+
+def _with_shapes(graph: fx.Graph) -> fx.Graph:
+    """Size arguments (not the schema's Scalars) as plain numbers; what is then unused is gone."""
+    for node in graph.nodes:
+        if isinstance(node.target, torch._ops.OpOverload) and node.target not in SIZES:
+            node.args, node.kwargs = map_integers(node.target, node.args, node.kwargs, lambda a: fx.node.map_arg(a, _stand_in))
+    for node in reversed(graph.nodes):
+        if node.op == "call_function" and not node.users and is_size(node.meta.get("val")):
+            graph.erase_node(node)
+    return graph
 
 
 class _Hole:

@@ -10,15 +10,17 @@ Example: ``mean(x: [8, 4])`` becomes ``div(sum(x), 32)``.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
+from shardc.errors import PlanError
 from shardc.options import Options
 from shardc.passes.graphs import Rewriter, is_getitem, is_op, is_random, kept, operands, typed, without_dead
-from shardc.passes.inline import Tracer, types_of
+from shardc.passes.inline import SIZES, Tracer, types_of
 from shardc.passes.norms import join_norms
 from shardc.program import Info, Program, TensorType, Types
 from shardc.rules import decompositions
@@ -45,7 +47,9 @@ class _Normalization(Rewriter):
     def __init__(self, program: Program, table: dict[Any, Any]) -> None:
         super().__init__(program)
         self.table = table
-        self.tracer = Tracer(table)
+        masks = {program.type(n).shape[0]: n.all_input_nodes[0] for n in program.nodes if n.target is aten.nonzero.default}
+        self.masks: dict[int, fx.Node] = masks  # size that stands for a number of rows -> the mask that has them
+        self.tracer = Tracer(table, masks)
 
     def run(self) -> Program:
         for node in self.old.nodes:
@@ -115,6 +119,9 @@ class _Normalization(Rewriter):
                     env[node] = sub_args[0][sub_args[1]]
                     continue
                 sub = info.but(type=types_of(node.meta["val"]))
+                if node.target in SIZES:
+                    env[node] = self.count(node.meta["val"].node.hint, sub)
+                    continue
                 nested = node.target in self.table
                 env[node] = (
                     self.inline(node.target, sub_args, sub_kwargs, sub)
@@ -122,6 +129,21 @@ class _Normalization(Rewriter):
                     else self.call(node.target, sub_args, sub_kwargs, sub)
                 )
         raise AssertionError("a graph without output")
+
+
+    def count(self, size: int, at: Info) -> fx.Node:
+        """A size or number of elements that data decides, over all ranks, as a number.
+
+        Raises:
+            PlanError: it is no multiple of one number of rows.
+        """
+        prime = next(p for p in self.masks if size % p == 0)
+        if any((size // prime) % p == 0 for p in self.masks):
+            raise PlanError("a dim of rows times rows that data selects", where=at.where, hint="select once")
+        kind = TensorType((), torch.int64, ())
+        rows = self.call(aten.count_nonzero.default, (self.env[self.masks[prime]],), {}, at.but(type=kind))
+        number = self.call(aten._local_scalar_dense.default, (rows,), {}, at.but(type=None))
+        return number if size == prime else self.call(operator.mul, (number, size // prime), {}, at.but(type=None))
 
 
 def _merge_equal(program: Program) -> Program:

@@ -42,7 +42,7 @@ def partition(program: Program) -> Program:
         else:
             build.copy(node)
         sizes.see(node)
-    return build.finish()
+    return build.finish(notes=[*program.notes, *sizes.notes()])
 
 
 def _steps(build: Rewriter, node: fx.Node) -> fx.Node:

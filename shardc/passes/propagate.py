@@ -58,7 +58,9 @@ class _Propagation(Rewriter):
         super().__init__(program.copy())  # operators that are written out are replaced in it
         program = self.old
         self.options = options
-        self.forms, self.result_forms = Tracer(split_forms()), Tracer({ROWS_WHOLE: split_forms(of_result=True)[ROWS_WHOLE]})
+        rows = [program.type(n).shape[0] for n in program.nodes if n.target is NONZERO]
+        self.forms = Tracer(split_forms(), rows)
+        self.result_forms = Tracer({ROWS_WHOLE: split_forms(of_result=True)[ROWS_WHOLE]}, rows)
         assert program.mesh is not None
         self.mesh = program.mesh
         self.batch = tuple(a for a in options.batch if self.mesh.axes[a] > 1)
@@ -218,7 +220,8 @@ class _Propagation(Rewriter):
         indices = indices_of(node)
         found = [None if i is None else self.places.get(self.env[i]) for i in indices]
         places = [None if p is None or len(p) != 1 else p[0] for p in found]
-        rows = {a for i, p in zip(indices, places, strict=True) if p is not None for a in self.spec(self.env[i]).axes}
+        held = [i for i, p in zip(indices, places, strict=True) if i is not None and p is not None]
+        rows = {a for i in held for a in self.spec(self.env[i]).axes}
         if not rows or axes_of(places) != rows:
             return
         (base, *_) = operands(self.old, node)

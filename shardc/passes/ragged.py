@@ -42,6 +42,14 @@ class RaggedSizes:
     def prime(self, size: int) -> int | None:
         return next((p for p in self.primes if size and size % p == 0), None)
 
+    def notes(self) -> list[str]:
+        """What the sizes stand for."""
+        old, out = self.build.old, []
+        for prime, node in self.primes.items():
+            mask = old.type(node.all_input_nodes[0])
+            out.append(f"by data: {prime} is the rows selected at {old.info[node].line}, planned for all {mask.numel:,}")
+        return out
+
     def see(self, node: fx.Node) -> None:
         """Remember a value that has such a size."""
         if not self.primes or not self.build.old.is_tensor(node):
@@ -95,7 +103,8 @@ class RaggedSizes:
         rest = tuple(f if f is not held else Factor(f.size // prime) for f in dim)
         if dim_size(rest) == 1:
             return self.rows[key]
-        return self.build.call(operator.mul, (self.rows[key], LocalDim(rest)), {}, Info(None, info.phase, info.module, info.line))
+        number = Info(None, info.phase, info.module, info.line)
+        return self.build.call(operator.mul, (self.rows[key], LocalDim(rest)), {}, number)
 
     def refuse_moves(self, node: fx.Node) -> None:
         """Rows that data selects stay where they are.

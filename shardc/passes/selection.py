@@ -1,8 +1,8 @@
 """selection: rows that data selects stay where they are (part of propagate).
 
-Before: ``nonzero`` of a mask that is split, and reads and writes at the positions that it gives. After: each rank lists the true
-elements of its own part, and reads and writes its own part of tensors that lie like the mask; the rows of a selection are split
-over the axes that split the mask. Nothing is moved.
+Before: ``nonzero`` of a mask that is split, and reads and writes at the positions that it gives. After: each rank lists the
+true elements of its own part, and reads and writes its own part of tensors that lie like the mask; the rows of a selection are
+split over the axes that split the mask. Nothing is moved.
 
 Example (dp=2): ``idx = nonzero(mask: [12@dp])``, ``index(x: [12@dp, 16], [idx])`` becomes ``nonzero_part(mask) -> [u@dp, 1]``,
 ``index_part(x, [idx]) -> [u@dp, 16]``.
@@ -70,7 +70,7 @@ def positions_of(node: fx.Node) -> list[fx.Node]:
 def indices_of(node: fx.Node) -> list[fx.Node | None]:
     """The index tensors of a read or write, by dim of what is indexed."""
     if node.target in (aten.index_select.default, aten.index_add.default):
-        base, dim, index = node.args[:3]
+        _, dim, index = node.args[:3]
         assert isinstance(index, fx.Node) and isinstance(dim, int)
         return [None] * dim + [index]
     return list(node.args[1])  # type: ignore[arg-type]
@@ -81,8 +81,8 @@ def with_parts(node: fx.Node, indices: Sequence[fx.Node | None], rank: int) -> t
     start = [0] * rank
     if node.target in READS:
         return torch.ops.shardc.index_part.default, (node.args[0], list(indices), start)
-    given = dict(zip(("self", "dim", "index", "source") if node.target is aten.index_add.default
-                     else ("self", "indices", "values", "accumulate"), node.args, strict=False)) | dict(node.kwargs)  # fmt: skip
+    names = [a.name for a in node.target._schema.arguments]  # type: ignore[union-attr]
+    given = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
     if node.target is aten.index_add.default:
         if given.get("alpha", 1) != 1 or given["dim"] != 0:
             return None

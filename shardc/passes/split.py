@@ -16,11 +16,12 @@ from typing import Any
 import torch
 from torch import fx
 
+from shardc.errors import PlanError
 from shardc.mesh import Mesh
 from shardc.passes.factors import choose, is_free, required
 from shardc.passes.graphs import is_cast, is_getitem, typed
-from shardc.passes.inline import Tracer, types_of
-from shardc.program import Program
+from shardc.passes.inline import SIZES, Tracer, types_of
+from shardc.program import Program, op_name
 from shardc.rules.rule import WHOLE, Rule
 from shardc.spec import ShardSpec
 
@@ -71,6 +72,9 @@ def write_out(program: Program, node: fx.Node, tracer: Tracer) -> list[fx.Node]:
     results: Any = None
     with program.graph.inserting_before(node):
         for inner in graph.nodes:
+            if inner.target in SIZES:
+                raise PlanError(f"{op_name(node.target)}, whose dim is split, divides by a number of rows that depends on data",
+                                where=program.info[node].where, hint="keep the dim whole")  # fmt: skip
             if inner.op == "placeholder":
                 env[inner] = next(feed)
             elif inner.op == "output":

@@ -30,7 +30,7 @@ def _dims(x: Tensor, dim: Sequence[int] | int | None) -> list[int]:
 
 
 def _count(x: Tensor, dims: Sequence[int]) -> int:
-    return math.prod(int(x.shape[d]) for d in dims)
+    return math.prod(x.shape[d] for d in dims)
 
 
 def mean(x: Tensor, dim: Sequence[int] | None = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Tensor:

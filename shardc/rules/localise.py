@@ -9,7 +9,7 @@ import torch
 
 from shardc.errors import RuleError
 from shardc.instructions import Local, LocalDim, LocalStart
-from shardc.rules.rule import Rule, Shape, Sized, Start
+from shardc.rules.rule import Extent, Rule, Shape, Sized, Start
 from shardc.spec import Dim, ShardSpec, dim_axes
 
 
@@ -63,6 +63,7 @@ def _local(
     extents = how if isinstance(how, tuple) else (how,)
     dims: list[Dim] = []
     for extent in extents:
+        assert isinstance(extent, Extent)
         spec = specs[extent.result]
         if spec is None:
             raise RuleError(f"{target}: a size is that of dim {extent.dim} of result {extent.result}, which has no spec")
