@@ -21,7 +21,7 @@ from torch import fx
 
 from shardc.options import TIME, Options
 from shardc.passes.factors import choose, made_factors, required, result_specs, rule_of
-from shardc.passes.graphs import Rewriter, is_cast, is_getitem, is_op, kept, operands, reshard
+from shardc.passes.graphs import Rewriter, is_cast, is_getitem, is_op, kept, operands, reshard, without_dead
 from shardc.passes.inline import Tracer
 from shardc.passes.selection import (
     NONZERO,
@@ -45,7 +45,8 @@ from shardc.rules import split_forms
 from shardc.rules.rule import Rule
 from shardc.spec import Factor, ShardSpec, dim_axes
 
-ALIAS = torch.ops.aten.alias.default
+aten = torch.ops.aten
+ALIAS = aten.alias.default
 ROWS_WHOLE = torch.ops.aten.embedding_dense_backward.default
 
 
@@ -82,7 +83,8 @@ class _Propagation(Rewriter):
         for node in self.old.results:
             if self.old.is_tensor(node):
                 self.env[node] = self.returned(self.env[node], node)
-        return self.finish(draws=self.drawn, inputs={path: self.given[n] for path, n in self.old.inputs.items()})
+        out = self.finish(draws=self.drawn, inputs={path: self.given[n] for path, n in self.old.inputs.items()})
+        return without_dead(out)
 
     def visit(self, node: fx.Node) -> None:
         if node.op == "placeholder":
@@ -298,10 +300,24 @@ class _Propagation(Rewriter):
             info = self.info[value].but(spec=spec, why=why, phase=old.phase)
             if value.op == "placeholder":
                 info = info.but(line=old.line)
-            self.moved[key] = self.call(reshard, (value,), {}, info)
+            source = self._unscaled(value)
+            if source is None:
+                self.moved[key] = self.call(reshard, (value,), {}, info)
+            else:  # the quotient of a sum, as on one device, and not the sum of quotients
+                whole = self.move(source, spec, user, why, phase, at_once)
+                self.moved[key] = self.call(value.target, (whole, *value.args[1:]), {}, info)  # type: ignore[arg-type]
             if self.spec(value).partial:
                 self.settled[value] = self.moved[key]
         return self.moved[key]
+
+    def _unscaled(self, value: fx.Node) -> fx.Node | None:
+        """What a pending sum is a multiple of by a number, if it is."""
+        if value.target not in (aten.div.Scalar, aten.mul.Scalar) or value.op != "call_function":
+            return None
+        source = value.args[0]
+        assert isinstance(source, fx.Node)
+        same = self.info[source].type == self.info[value].type and self.info[source].spec == self.info[value].spec
+        return source if same and all(op == "sum" for _, op in self.spec(value).partial) and self.spec(value).partial else None
 
     def whole(self, value: fx.Node, user: fx.Node) -> fx.Node:
         """`value` on every rank."""
