@@ -24,6 +24,14 @@ def networks() -> Iterator[Sample]:
     ours = torch.ops.shardc
     at = torch.stack([index(4, 3, below=7), index(4, 3, below=5)], 2)
     yield call(ours.embedding_part.default, ints(7, 5), index(4, 3, below=7), 0)
+    for given, along, rank in (
+        ([None, index(4, below=3)], [0, -1, -1], 1), ([None, index(5, below=3)], [-1, -1, 0], 1),
+        ([None, index(6, 1, below=3)], [1, -1, -1], 2), ([None, index(5, 4, below=3)], [1, -1, 0], 2),
+        ([], [0, 2, -1], 4), ([index(6, below=4)], [-1, -1, -1], 1), ([None, index(2, 6, below=3)], [-1, -1, -1], 2),
+    ):  # fmt: skip
+        picked = ours.index_rows.default(x, given, along, rank)
+        yield call(ours.index_rows.default, x, given, along, rank)
+        yield call(ours.index_sum.default, ints(*picked.shape, hi=9), given, along, rank, [4, 3, 5])
     yield call(ours.embedding_backward_part.default, x, index(4, 3, below=7), 7, 2, 0)
     yield call(ours.gather_part.default, ints(4, 3, 7), 2, at, 0)
     yield call(ours.scatter_part.default, ints(4, 3, 7), 2, index(4, 3, 1, below=7), ints(4, 3, 1, hi=9), 0)
