@@ -12,6 +12,7 @@ from zoo_models import DECODERS, OTHERS
 
 import shardc
 from shardc.testing import Report, check_all
+from shardc.testing.compare import RTOL
 
 ZOO = {**DECODERS, **OTHERS}
 ROWS = 7  # neither 2 nor 3 divides it
@@ -25,16 +26,19 @@ MOVED = {
 }
 """Families whose rows depend on each other, and how activations travel then."""
 
+NARROW = {"mamba": 1e-6}
+"""Families that sum over channels in float32 whatever their dtype: over parts of the channels such a sum rounds otherwise."""
+
 
 @pytest.fixture(autouse=True)
 def verified(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SHARDC_VERIFY", "1")
 
 
-def equal(name: str, meshes: list[dict[str, int]], steps: int, **options: Any) -> list[Report]:
+def equal(name: str, meshes: list[dict[str, int]], steps: int, rtol: float = RTOL, **options: Any) -> list[Report]:
     family = ZOO[name]
     given = [{"mesh": mesh, "zero": 3, **options} for mesh in meshes]
-    reports = check_all(family.step, family.state, family.batches(ROWS, steps), given)
+    reports = check_all(family.step, family.state, family.batches(ROWS, steps), given, rtol=rtol)
     parameters = sum(1 for _ in family.model().parameters())
     for report in reports:
         assert report.steps == steps
@@ -51,7 +55,7 @@ def by_data(name: str, meshes: list[dict[str, int]], steps: int) -> None:
 
 def by_tensor(name: str, meshes: list[dict[str, int]], steps: int) -> None:
     params = shardc.recipes.megatron(ZOO[name].model())
-    for report in equal(name, meshes, steps, params=params):
+    for report in equal(name, meshes, steps, NARROW.get(name, RTOL), params=params):
         slots = report.plan.slots
         assert len(params) > 4 and all("tp" in slots[f"model.{path}"].storage.axes for path in params)
 

@@ -72,6 +72,17 @@ def networks() -> Iterator[Sample]:
     yield call(aten.convolution_backward.default, grad, image, kernel, [5], *tail, [True, True, True])
     yield call(aten.convolution_backward.default, grad, image, kernel, None, *tail, [True, True, False])
     yield call(aten.convolution_backward.default, grad, image, kernel, [5], *tail, [False, True, True])
+    each = [1], [1], [1], False, [0], 5  # a group for each channel
+    yield call(aten.convolution.default, ints(4, 5, 7), ints(5, 1, 3), ints(5), *each)
+    yield call(aten.convolution.default, ints(4, 5, 7), ints(5, 1, 3), None, *each)
+    yield call(aten.convolution.default, ints(4, 5, 7), ints(5, 1, 3), ints(5), [2], [1], [1], True, [0], 5)
+    for mask in ([True, True, True], [False, True, True], [True, True, False], [False, False, True]):
+        sizes = [5] if mask[2] else None
+        yield call(aten.convolution_backward.default, ints(4, 5, 7), ints(4, 5, 7), ints(5, 1, 3), sizes, *each, mask)
+    few = [1], [1], [1], False, [0], 2
+    yield call(
+        aten.convolution_backward.default, ints(4, 8, 7), ints(4, 6, 7), ints(8, 3, 3), [8], *few, [True, True, True]
+    )
     group = aten.native_group_norm.default(ints(4, 6, 5), ints(6), ints(6, hi=9), 4, 6, 5, 2, 1e-5)
     yield call(aten.native_group_norm.default, ints(4, 6, 5), ints(6), ints(6, hi=9), 4, 6, 5, 2, 1e-5)
     yield call(aten.native_group_norm_backward.default, ints(4, 6, 5, hi=9), ints(4, 6, 5), *group[1:], ints(6), 4, 6, 5, 2,
