@@ -15,9 +15,11 @@ def megatron(model: nn.Module, axis: str = "tp") -> dict[str, P]:
 
     Found by structure, not by names. In each repeated layer, the linear layers that one module holds form a group:
     the last one leads back to the model's width and is split by rows of its input (its product is a partial sum), the
-    others lead from the width and are split by columns, with their biases. The largest embedding, and a linear layer
-    onto as many outputs, are split over the vocabulary. What does not fit (a router, a group that does not begin and
-    end at the width) is left whole.
+    others lead from the width and are split by columns, with their biases. Between them may stand layers from the inner
+    width (split by rows) and onto it (by columns), as in a state space model; then what else the module holds for each
+    of its inner channels (a convolution of each by itself, their parameters) is split with them. The largest embedding, and a
+    linear layer onto as many outputs, are split over the vocabulary. What does not fit (a router, a group that does not
+    begin and end at the width) is left whole.
 
     Args:
         model: on any device, meta too.
@@ -43,13 +45,7 @@ def megatron(model: nn.Module, axis: str = "tp") -> dict[str, P]:
     for layer in _layers(model):
         for group in _groups(model, layer):
             inside |= set(group)
-            linears = [(name, *_features(model.get_submodule(name))) for name in group]
-            *first, (last, _, ends) = linears
-            if len(group) < 2 or ends != width or any(starts != width for _, starts, _ in first):
-                continue
-            for name, _, _ in first:
-                out |= _split(model, name, axis, columns=True)
-            out |= _split(model, last, axis, columns=False)
+            out |= _pinned(model, group, width, axis)
     if not out:
         raise OptionError(
             f"no layer with a group of linear layers from and to the model's width {width}", hint="write `params` by hand"
@@ -77,6 +73,28 @@ def _groups(model: nn.Module, layer: str) -> Iterator[list[str]]:
         own = [f"{name}.{child}" for child, m in module.named_children() if _is_linear(m)]
         if own:
             yield own
+
+
+def _pinned(model: nn.Module, group: list[str], width: int, axis: str) -> dict[str, P]:
+    """The pins of one group; nothing where it does not fit."""
+    *first, (last, inner, end) = [(name, *_features(model.get_submodule(name))) for name in group]
+    between = [(a, b) for _, a, b in first if a != width]
+    if end != width or len(between) == len(first) or any(inner not in ab for ab in between):
+        return {}
+    out = _split(model, last, axis, columns=False)
+    for name, start, _ in first:
+        out |= _split(model, name, axis, columns=start == width or start != inner)
+    return out | (_channels(model, last.rpartition(".")[0], inner, axis) if between else {})
+
+
+def _channels(model: nn.Module, path: str, inner: int, axis: str) -> dict[str, P]:
+    """What a module holds for each inner channel: its own parameters, and convolutions of each channel by itself."""
+    module = model.get_submodule(path)
+    own = [name for name, p in module.named_parameters(recurse=False) if p.dim() and p.shape[0] == inner]
+    for name, m in module.named_children():
+        if isinstance(m, (nn.Conv1d, nn.Conv2d, nn.Conv3d)) and m.groups == m.in_channels == m.out_channels == inner:
+            own += [f"{name}.{child}" for child, _ in m.named_parameters()]
+    return {f"{path}.{name}": P(axis) for name in own}
 
 
 def _is_linear(module: nn.Module) -> bool:

@@ -275,6 +275,10 @@ def test_notes_on_replicated_values_and_uneven_splits() -> None:
     assert [(r.name, r.bytes) for r in plan.replicated] == [
         ("model.scale", 12), ("model.seen", 20), ("model.h.0: aten.cumsum", 96), ("model.h.0: aten.neg", 96),
     ]  # fmt: skip
+    alone = Draft(dp=1, tp=2)
+    alone.slot("model.scale", "f32[3]")
+    found = plan_of(alone.done({p: n for p, n in alone.program.entry.items()}, ()), zero=3).replicated
+    assert [r.reason for r in found] == ["zero=3 splits over dp, of one rank"]
     assert [(u.name, u.largest, u.smallest, u.bytes) for u in plan.uneven] == [
         ("model.a", 4, 0, 4), ("optimizer.state[0].exp_avg", 4, 0, 4),
     ]  # fmt: skip

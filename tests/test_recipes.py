@@ -67,6 +67,45 @@ def test_transposed_weights() -> None:
     assert "lm_head.weight" not in params and params["transformer.wte.weight"] == P("tp", None)  # tied
 
 
+def test_state_space_layers() -> None:
+    """Inner channels are split: the convolution of each, and what the layer holds for each of them."""
+    config = tf.MambaConfig(vocab_size=WORDS, hidden_size=WIDTH, state_size=3, num_hidden_layers=1, time_step_rank=2)
+    params = shardc.recipes.megatron(tf.MambaForCausalLM(config))
+    layer = "backbone.layers.0.mixer."
+    assert {k.removeprefix(layer): p for k, p in params.items() if k.startswith(layer)} == {
+        "in_proj.weight": P("tp", None),
+        "conv1d.weight": P("tp"),
+        "conv1d.bias": P("tp"),
+        "A_log": P("tp"),
+        "D": P("tp"),
+        "x_proj.weight": P(None, "tp"),
+        "dt_proj.weight": P("tp", None),
+        "dt_proj.bias": P("tp"),
+        "out_proj.weight": P(None, "tp"),
+    }
+    assert [p for k, p in params.items() if not k.startswith(layer)] == [P("tp", None)]  # the embedding, tied to the head
+
+
+def test_low_rank_projections_that_do_not_fit_stay_whole() -> None:
+    """Multi-head latent attention: what leads to the keys and values is neither from nor onto the inner width."""
+
+    class Latent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.q = nn.Linear(WIDTH, 12)
+            self.kv_down, self.kv_up = nn.Linear(WIDTH, 5), nn.Linear(5, 20)
+            self.out = nn.Linear(12, WIDTH)
+
+    class Mlp(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(WIDTH, 30), nn.Linear(30, WIDTH)
+
+    layers = nn.ModuleList([nn.ModuleDict({"attention": Latent(), "mlp": Mlp()})])
+    params = shardc.recipes.megatron(nn.ModuleDict({"table": nn.Embedding(WORDS, WIDTH), "layers": layers}))
+    assert set(params) == {"table.weight", "layers.0.mlp.up.weight", "layers.0.mlp.up.bias", "layers.0.mlp.down.weight"}
+
+
 @pytest.mark.parametrize("make", [neox, qwen])
 def test_equal_to_one_device(make: object) -> None:
     def state() -> tuple[nn.Module, torch.optim.Optimizer]:

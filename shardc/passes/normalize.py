@@ -21,6 +21,7 @@ from shardc.errors import PlanError
 from shardc.options import Options
 from shardc.passes.graphs import Rewriter, is_getitem, is_op, is_random, kept, operands, typed, without_dead
 from shardc.passes.inline import SIZES, Tracer, types_of
+from shardc.passes.lookups import join_lookups
 from shardc.passes.norms import join_norms
 from shardc.program import Info, Program, TensorType, Types
 from shardc.rules import decompositions
@@ -33,7 +34,7 @@ FRESH = ("clone", "empty", "zeros", "ones", "full", "new_", "scalar_tensor")  # 
 
 
 def normalize(program: Program, options: Options) -> Program:
-    out = without_dead(_Normalization(without_dead(join_norms(program)), _table(program, options)).run())
+    out = without_dead(_Normalization(without_dead(join_lookups(join_norms(program))), _table(program, options)).run())
     return without_dead(_merge_equal(out))
 
 

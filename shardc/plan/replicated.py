@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -35,13 +36,18 @@ def find_replicated(program: Program, code: Sequence[Instruction], options: Mapp
     if program.mesh.size == 1:
         return ()
     zero = int(options.get("zero", 0) or 0)
+    given = options.get("batch", ("dp",))
+    batch = (given,) if isinstance(given, str) else tuple(given or ())
+    ranks = math.prod(program.mesh.axes.get(a, 1) for a in batch)
     wants = {SlotKind.PARAMETER: 3, SlotKind.OPTIMIZER: 1, SlotKind.GRADIENT: 1}
     out = []
     for path, slot in program.slots.items():
         if slot.storage is None or not slot.storage.is_replicated or slot.type.numel <= 1:
             continue
         stage = wants.get(slot.kind)
-        if stage is not None and zero >= stage:
+        if stage is not None and zero >= stage and ranks == 1:
+            reason = f"zero={zero} splits over {', '.join(batch) or 'no axis'}, of one rank"
+        elif stage is not None and zero >= stage:
             reason = f"no dim of {list(slot.type.shape)} can be split"
         elif stage is not None:
             reason = f"zero={zero}"

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from shardc.rules.call import Builder, Call, Draft, choosing, rising, sets
-from shardc.rules.rule import SUM, WHOLE, DimFactors, Rule
+from shardc.rules.rule import SUM, WHOLE, DimFactors, Rule, Shape
 
 
 def embedding(call: Call) -> Rule:
@@ -26,19 +28,27 @@ def embedding_backward(call: Call) -> Rule:
     return draft.rule([[*batch, col], batch], [[row, col]], sets("0"))
 
 
-def indexed(call: Call, draft: Draft) -> tuple[list[DimFactors], list[DimFactors], list[list[DimFactors]]]:
-    """Dims of the indexed tensor, of what the index picks from it, and of each index tensor (`index`, `index_put`)."""
-    shape, given = call.operands[0].shape, list(call["indices"])
-    taken = [k for k, i in enumerate(given) if i is not None]
-    tensors = [given[k] for k in taken]
+def indexed(
+    call: Call, draft: Draft, shape: Sequence[int]
+) -> tuple[list[DimFactors], list[DimFactors], list[list[DimFactors]]]:
+    """Dims of the indexed tensor, of what the index picks from it, and of each index tensor.
+
+    A dim that runs along another one of what is picked (`ops.indexing`) is made of the same factor.
+    """
+    given = list(call["indices"])
+    along: Sequence[int] = call["along"] if "along" in call else [-1] * len(shape)
+    tensors = [i for i in given if i is not None]
     if any(t.dtype in (torch.bool, torch.uint8) for t in tensors):
         raise call.refuse(
             "a boolean mask picks as many elements as the data says",
             "torch.where(mask, x, 0), x * mask, or masked_fill keep the shape",
         )
-    picked = torch.broadcast_shapes(*(t.shape for t in tensors))  # type: ignore[no-untyped-call]
-    whole = [draft.new(n, WHOLE if k in taken else "pass") for k, n in enumerate(shape)]
+    runs = [[n if i == d else 1 for i in range(call["rank"])] for n, d in zip(shape, along, strict=True) if d >= 0]
+    picked = torch.broadcast_shapes(*(t.shape for t in tensors), *runs)  # type: ignore[no-untyped-call]
+    taken = [k for k in range(len(shape)) if along[k] >= 0 or k < len(given) and given[k] is not None]
+    whole = [() if along[k] >= 0 else draft.new(n, WHOLE if k in taken else "pass") for k, n in enumerate(shape)]
     batch = draft.fresh(picked)
+    whole = [batch[along[k]] if along[k] >= 0 else d for k, d in enumerate(whole)]
     rest = [d for k, d in enumerate(whole) if k not in taken]
     adjacent = taken == list(range(taken[0], taken[-1] + 1))
     at = taken[0] if adjacent else 0
@@ -47,14 +57,26 @@ def indexed(call: Call, draft: Draft) -> tuple[list[DimFactors], list[DimFactors
 
 def index(call: Call) -> Rule:
     draft = Draft(call)
-    dims, out, indices = indexed(call, draft)
+    dims, out, indices = indexed(call, draft, call.operands[0].shape)
     return draft.rule([dims, *indices], [out], any_partial=True)
+
+
+def index_sum(call: Call) -> Rule:
+    """Each part adds up its own values."""
+    draft = Draft(call)
+    result = call.results[0]
+    assert result is not None
+    dims, out, indices = indexed(call, draft, result.shape)
+    for f in {f for d in out for f in d} - {f for d in dims for f in d}:
+        draft.kinds[f] = SUM
+    values = list(draft.broadcast(call.operands[0].shape, out))
+    return draft.rule([values, *indices], [dims], sets("0"), sized=call.sized("size", Shape()))
 
 
 def index_put(call: Call) -> Rule:
     """The elements written are whole: any of them may go anywhere. Adding is jointly linear."""
     draft = Draft(call)
-    dims, out, indices = indexed(call, draft)
+    dims, out, indices = indexed(call, draft, call.operands[0].shape)
     for f in {f for t in indices for d in t for f in d}:
         draft.kinds[f] = WHOLE
     values = len(indices) + 1
@@ -184,6 +206,8 @@ TABLE: dict[str, Builder] = {
     "aten.embedding_dense_backward.default": embedding_backward,
     "aten.index.Tensor": index,
     "aten._unsafe_index.Tensor": index,
+    "shardc.index_rows.default": index,
+    "shardc.index_sum.default": index_sum,
     "aten.index_put.default": index_put,
     "aten._unsafe_index_put.default": index_put,
     "aten.gather.default": gather,

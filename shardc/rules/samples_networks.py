@@ -24,6 +24,14 @@ def networks() -> Iterator[Sample]:
     ours = torch.ops.shardc
     at = torch.stack([index(4, 3, below=7), index(4, 3, below=5)], 2)
     yield call(ours.embedding_part.default, ints(7, 5), index(4, 3, below=7), 0)
+    for given, along, rank in (
+        ([None, index(4, below=3)], [0, -1, -1], 1), ([None, index(5, below=3)], [-1, -1, 0], 1),
+        ([None, index(6, 1, below=3)], [1, -1, -1], 2), ([None, index(5, 4, below=3)], [1, -1, 0], 2),
+        ([], [0, 2, -1], 4), ([index(6, below=4)], [-1, -1, -1], 1), ([None, index(2, 6, below=3)], [-1, -1, -1], 2),
+    ):  # fmt: skip
+        picked = ours.index_rows.default(x, given, along, rank)
+        yield call(ours.index_rows.default, x, given, along, rank)
+        yield call(ours.index_sum.default, ints(*picked.shape, hi=9), given, along, rank, [4, 3, 5])
     yield call(ours.embedding_backward_part.default, x, index(4, 3, below=7), 7, 2, 0)
     yield call(ours.gather_part.default, ints(4, 3, 7), 2, at, 0)
     yield call(ours.scatter_part.default, ints(4, 3, 7), 2, index(4, 3, 1, below=7), ints(4, 3, 1, hi=9), 0)
@@ -64,6 +72,17 @@ def networks() -> Iterator[Sample]:
     yield call(aten.convolution_backward.default, grad, image, kernel, [5], *tail, [True, True, True])
     yield call(aten.convolution_backward.default, grad, image, kernel, None, *tail, [True, True, False])
     yield call(aten.convolution_backward.default, grad, image, kernel, [5], *tail, [False, True, True])
+    each = [1], [1], [1], False, [0], 5  # a group for each channel
+    yield call(aten.convolution.default, ints(4, 5, 7), ints(5, 1, 3), ints(5), *each)
+    yield call(aten.convolution.default, ints(4, 5, 7), ints(5, 1, 3), None, *each)
+    yield call(aten.convolution.default, ints(4, 5, 7), ints(5, 1, 3), ints(5), [2], [1], [1], True, [0], 5)
+    for mask in ([True, True, True], [False, True, True], [True, True, False], [False, False, True]):
+        sizes = [5] if mask[2] else None
+        yield call(aten.convolution_backward.default, ints(4, 5, 7), ints(4, 5, 7), ints(5, 1, 3), sizes, *each, mask)
+    few = [1], [1], [1], False, [0], 2
+    yield call(
+        aten.convolution_backward.default, ints(4, 8, 7), ints(4, 6, 7), ints(8, 3, 3), [8], *few, [True, True, True]
+    )
     group = aten.native_group_norm.default(ints(4, 6, 5), ints(6), ints(6, hi=9), 4, 6, 5, 2, 1e-5)
     yield call(aten.native_group_norm.default, ints(4, 6, 5), ints(6), ints(6, hi=9), 4, 6, 5, 2, 1e-5)
     yield call(aten.native_group_norm_backward.default, ints(4, 6, 5, hi=9), ints(4, 6, 5), *group[1:], ints(6), 4, 6, 5, 2,

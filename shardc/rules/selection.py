@@ -26,7 +26,7 @@ def nonzero(call: Call) -> Rule:
 
 def index(call: Call) -> Rule:
     draft = Draft(call)
-    dims, out, indices = indexed(call, draft)
+    dims, out, indices = indexed(call, draft, call.operands[0].shape)
     tied = _tie(draft, call, dims, out)
     sized = call.sized("start", tuple(Start(0, d) for d in range(len(dims))))
     return draft.rule([dims, *indices], [out], any_partial=True, sized=sized, tied=tied)
@@ -34,7 +34,7 @@ def index(call: Call) -> Rule:
 
 def index_put(call: Call) -> Rule:
     draft = Draft(call)
-    dims, out, indices = indexed(call, draft)
+    dims, out, indices = indexed(call, draft, call.operands[0].shape)
     tied = _tie(draft, call, dims, out)
     values = len(indices) + 1
     sized = call.sized("start", tuple(Start(0, d) for d in range(len(dims))))

@@ -2,54 +2,55 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from shardc.rules.call import Builder, Call, Draft, rising, sets
-from shardc.rules.rule import SUM, WHOLE, DimFactors, Rule, Shape
+from shardc.rules.rule import SUM, WHOLE, DimFactors, Extent, Rule, Shape
 
 
 def convolution(call: Call) -> Rule:
-    """Input channels are summed where there is no bias; windows are whole, and so are channels in groups."""
+    """Input channels are summed where there is no bias; windows are whole, and so are channels in groups of several."""
     draft = Draft(call)
     x, weight = call.operands[:2]
     result = call.results[0]
     assert result is not None
     biased = len(call.operands) > 2
-    grouped = call["groups"] != 1
     n = draft.new(x.shape[0])
-    ci = draft.new(x.shape[1], WHOLE if grouped or biased else SUM)
-    co = draft.new(result.shape[1], WHOLE if grouped else "pass")
-    channels = _weight_channels(draft, call, weight.shape, ci, co)
+    linear, orders = ("0&2 | 1&2", rising(2)) if biased else ("0 | 1", ())
+    ci, co, channels = _channels(draft, call, x.shape[1], result.shape[1], WHOLE if biased else SUM, "pass")
     kernel = draft.fresh(weight.shape[2:], WHOLE)
     operands = [[n, ci, *draft.fresh(x.shape[2:], WHOLE)], [*channels, *kernel], *([[co]] if biased else [])]
-    linear = "0&2 | 1&2" if biased else "0 | 1"
-    return draft.rule(
-        operands, [[n, co, *draft.fresh(result.shape[2:], WHOLE)]], sets(linear), orders=rising(2) if biased else ()
-    )
+    sized = call.sized("groups", Extent(0, 1)) if ci == co else {}
+    return draft.rule(operands, [[n, co, *draft.fresh(result.shape[2:], WHOLE)]], sets(linear), orders=orders, sized=sized)
 
 
-def _weight_channels(
-    draft: Draft, call: Call, weight: Sequence[int], ci: DimFactors, co: DimFactors
-) -> tuple[DimFactors, DimFactors]:
+def _channels(
+    draft: Draft, call: Call, inputs: int, outputs: int, kind: str, out: str
+) -> tuple[DimFactors, DimFactors, tuple[DimFactors, DimFactors]]:
+    """Input channels, output channels, and those of the weight. With a group for each channel they are the same ones."""
+    groups = call["groups"]
+    if groups == inputs == outputs != 1:
+        both = draft.new(inputs)
+        return both, both, (both, draft.new(1, WHOLE))
+    ci = draft.new(inputs, kind if groups == 1 else WHOLE)
+    co = draft.new(outputs, out if groups == 1 else WHOLE)
     first, second = (ci, co) if call["transposed"] else (co, ci)
-    if call["groups"] != 1:
-        return first, draft.new(weight[1], WHOLE)
-    return first, second
+    if groups != 1:
+        second = draft.new((outputs if call["transposed"] else inputs) // groups, WHOLE)
+    return ci, co, (first, second)
 
 
 def convolution_backward(call: Call) -> Rule:
     """dx sums over output channels, dw and db over the batch."""
     draft = Draft(call)
     grad, x, weight = call.operands[:3]
-    grouped = call["groups"] != 1
     dx, dw, db = call["output_mask"]
     n = draft.new(x.shape[0], SUM)
-    ci = draft.new(x.shape[1], WHOLE if grouped or db else "pass")  # db is the same on all parts of ci, an empty one lacks it
-    co = draft.new(grad.shape[1], WHOLE if grouped else SUM)
-    channels = _weight_channels(draft, call, weight.shape, ci, co)
+    # db is the same on all parts of the input channels, an empty one lacks it
+    ci, co, channels = _channels(draft, call, x.shape[1], grad.shape[1], WHOLE if db else "pass", SUM)
     space, kernel = draft.fresh(x.shape[2:], WHOLE), draft.fresh(weight.shape[2:], WHOLE)
     left, w = [n, ci, *space], [*channels, *kernel]
     sized = call.sized("bias_sizes", Shape(2)) if db else {}
+    if ci == co:
+        sized |= call.sized("groups", Extent(0, 1) if dx else Extent(1, 0) if dw else Extent(2, 0))
     return draft.rule(
         [[n, co, *draft.fresh(grad.shape[2:], WHOLE)], left, w],
         [left if dx else None, w if dw else None, [co] if db else None],

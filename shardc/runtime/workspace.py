@@ -85,6 +85,12 @@ def _contiguous(args: Sequence[Any], results: Sequence[Any]) -> int:
     return _copies(*args)
 
 
+def _runs(args: Sequence[Any], results: Sequence[Any]) -> int:
+    """The positions 0, 1, ... along each dim that is not looked up."""
+    shape = args[4] if len(args) > 4 else args[0].shape
+    return sum(8 * n for n, d in zip(shape, args[2], strict=True) if d >= 0)
+
+
 def _safe_softmax(args: Sequence[Any], results: Sequence[Any]) -> int:
     """Which elements, and which rows, are masked."""
     x, dim = args[0], args[1]
@@ -279,6 +285,8 @@ TABLE: dict[str, Workspace] = {
     "aten.cumsum.default": _cast_to_result,
     "aten.embedding.default": _contiguous,
     "aten.embedding_dense_backward.default": _contiguous,
+    "shardc.index_rows.default": _runs,
+    "shardc.index_sum.default": _runs,
     "aten.masked_fill.Scalar": _none,
     "aten.masked_fill.Tensor": _none,
     "aten.mean.default": _cast_to_result,
