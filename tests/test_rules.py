@@ -336,6 +336,24 @@ def test_zeroing() -> None:
     assert [(t.shape, t.dtype, int(t.count_nonzero())) for t in got] == [((2, 3), torch.float64, 0), ((5,), torch.float32, 0)]
 
 
+def test_writing_where_a_mask_says_so() -> None:
+    from shardc.rules import masked_writes, writes_one_value
+
+    x, row = ints(4, 3, 5), ints(4) > 1
+    element, inner = ints(4, 3, 5) > 1, ints(3) > 1
+    one, line = torch.tensor(7.0, dtype=x.dtype), ints(1, 3, 5)
+    for indices, value in (
+        ([element], one), ([element], one.view(1)), ([row], one), ([row], line), ([row], line[0]), ([row], line[:, :1]),
+        ([None, inner], one), ([None, inner], ints(4, 1, 5)), ([None, inner], ints(5)), ([row.new_zeros(4)], line),
+    ):  # fmt: skip
+        assert writes_one_value(x, indices, value)
+        for op, write in masked_writes().items():
+            for add in (False, True):
+                assert torch.equal(op(x, indices, value, add), write(x, indices, value, add))
+    assert not writes_one_value(x, [row], ints(2, 3, 5)) and not writes_one_value(x, [index(2, below=4)], line)
+    assert not writes_one_value(x, [row, inner], one)
+
+
 @pytest.mark.parametrize("reduction", [0, 1, 2])
 def test_losses(reduction: int) -> None:
     x, y, g = ints(4, 3) / 2, ints(4, 3, hi=9) / 3, ints(4, 3) if reduction == 0 else torch.tensor(2.0, dtype=torch.float64)

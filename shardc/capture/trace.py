@@ -21,6 +21,7 @@ from shardc.capture.numbers import Number, is_symbol, symbol
 from shardc.capture.precision import compute_in
 from shardc.capture.recorder import Recorder
 from shardc.capture.results import flatten
+from shardc.capture.sparse import SparseGradients
 from shardc.capture.surroundings import host_random, optimizers, schedulers
 from shardc.capture.twin import Twin
 from shardc.capture.watch import Watch
@@ -103,6 +104,7 @@ class Trace:
         self.slot_twins: dict[str, FunctionalTensor] = {}
         self.input_twins: dict[str, FunctionalTensor] = {}
         self.paths: dict[int, str] = {}  # id of a slot's twin -> path
+        self.sparse = SparseGradients(self.recorder, self.paths)
         self.stepped: set[str] = set()  # optimizers
         self.scheduled: list[tuple[str, tuple[Any, ...]]] = []  # calls of schedulers, for the host
 
@@ -128,6 +130,8 @@ class Trace:
                 for context in around:
                     stack.enter_context(context)
                 result = fn(*args, **kwargs)
+            self.sparse.active = False
+            self.program.notes += self.sparse.notes()
             effects = after(self, arguments)
             self._poll()
             self._results(result)
@@ -159,6 +163,7 @@ class Trace:
                     hooks.clear()
         self.twin.release()
         self.recorder.release()
+        self.sparse.release()
         self.__dict__.clear()
 
     def _copy(self, obj: Any) -> Any:
@@ -175,7 +180,7 @@ class Trace:
             stack.enter_context(ops.sdpa_mode())
             if self.device != "cpu":
                 stack.enter_context(_torch.autocast_stands_for(self.device))
-            stack.enter_context(Watch(self._edited, self.recorder.line, self.device))
+            stack.enter_context(Watch(self._edited, self.recorder.line, self.device, self.sparse))
             stack.enter_context(ops.optimizer_kernels())
             yield
 
@@ -258,6 +263,7 @@ class Trace:
             grad = param.grad
             if isinstance(grad, FunctionalTensor):
                 self._version(f"{path}.grad", grad)
+                self.sparse.gradient(path, param, grad)
 
         return hook
 

@@ -343,7 +343,8 @@ class _Walk:
         for path, p in self.parameters:
             if p.grad is not None:
                 if p.grad.layout is not torch.strided:
-                    raise CaptureError(f"the gradient of {path} has layout {p.grad.layout}", where=path, hint="sparse=False")
+                    raise CaptureError(f"the gradient of {path} has layout {p.grad.layout}", where=path,
+                                       hint="optimizer.zero_grad() before the first compiled step")  # fmt: skip
                 grad = f"{path}.grad"
                 world.tensors.setdefault(id(p.grad), grad)
                 world.slots[grad] = SlotRef(grad, SlotKind.GRADIENT, path, (), False, [(p, "grad")])

@@ -1,4 +1,5 @@
-"""A torch-function mode over the trace: in-place edits of slots become versions, and assignments to ``.data`` are honoured."""
+"""A torch-function mode over the trace: in-place edits of slots become versions, assignments to ``.data`` are honoured, and
+sparse gradients look sparse."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from shardc._torch import FunctionalTensor
+from shardc.capture.sparse import SparseGradients, answered
 from shardc.errors import CaptureError
 
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
@@ -39,11 +41,14 @@ class Watch(TorchFunctionMode):
         edited: called with a tensor after an in-place operator on it.
         line: the user's line.
         device: kind of device that the step is for.
+        sparse: the sparse gradients of the trace.
     """
 
-    def __init__(self, edited: Callable[[Tensor], None], line: Callable[[], str], device: str) -> None:
+    def __init__(
+        self, edited: Callable[[Tensor], None], line: Callable[[], str], device: str, sparse: SparseGradients
+    ) -> None:
         super().__init__()
-        self.edited, self.line, self.device = edited, line, device
+        self.edited, self.line, self.device, self.sparse = edited, line, device, sparse
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
@@ -55,7 +60,9 @@ class Watch(TorchFunctionMode):
             # Makes a contiguous result and fills it in that order. Functional, `bernoulli_` is the same operator, but fills in
             # the order that its tensor has in memory, which is what a stream draws for it.
             args = (args[0].contiguous(), *args[1:])
-        out = func(*args, **(kwargs or {}))
+        done, out = answered(self.sparse, func, args, kwargs or {})
+        if not done:
+            out = func(*args, **(kwargs or {}))
         if args and (name in _SETTERS or (name.endswith("_") and not name.endswith("__"))):
             for target in args[0] if isinstance(args[0], (list, tuple)) else args[:1]:
                 if isinstance(target, FunctionalTensor):

@@ -261,7 +261,7 @@ def _ordinary(given: dict[str, Any], numbers: str) -> bool:
         return False
     tensors = [*given["params"], *given["grads"]]
     return all(isinstance(given[name], Number) for name in numbers.split()) and not any(
-        t.layout != torch.strided or t.is_complex() for t in tensors
+        t.is_sparse or t.is_complex() for t in tensors
     )
 
 

@@ -24,7 +24,7 @@ from shardc.passes.inline import SIZES, Tracer, types_of
 from shardc.passes.lookups import join_lookups
 from shardc.passes.norms import join_norms
 from shardc.program import Info, Program, TensorType, Types
-from shardc.rules import decompositions
+from shardc.rules import decompositions, masked_writes, writes_one_value
 
 aten = torch.ops.aten
 SAME = (aten.detach.default, aten.alias.default, aten.lift_fresh_copy.default, aten.lift_fresh.default)
@@ -51,6 +51,7 @@ class _Normalization(Rewriter):
         masks = {program.type(n).shape[0]: n.all_input_nodes[0] for n in program.nodes if n.target is aten.nonzero.default}
         self.masks: dict[int, fx.Node] = masks  # size that stands for a number of rows -> the mask that has them
         self.tracer = Tracer(table, masks)
+        self.masked = Tracer(masked_writes(), masks)
 
     def run(self) -> Program:
         for node in self.old.nodes:
@@ -63,9 +64,11 @@ class _Normalization(Rewriter):
                 self.env[node] = self.copied(node)
             elif node.target in STRIDED and _row_major(self.old, node):
                 self.env[node] = self.viewed(node)
-            elif node.target in self.table and not self.has_numbers(node):
+            elif node.target in self.table and not self.has_numbers(node) and not self.stays(node):
                 args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: self.env[n])
                 self.env[node] = self.inline(node.target, args, kwargs, self.old.info[node])  # type: ignore[arg-type]
+            elif node.target in self.masked and writes_one_value(*typed(self.old.info, node.args)):
+                self.env[node] = self.inline(node.target, self.args(node.args), {}, self.old.info[node], self.masked)  # type: ignore[arg-type]
             elif is_getitem(node) and isinstance(self.env[node.args[0]], (tuple, list)):  # type: ignore[index]
                 self.env[node] = self.env[node.args[0]][node.args[1]]  # type: ignore[index]
             else:
@@ -80,6 +83,11 @@ class _Normalization(Rewriter):
         out.info = self.info
         out.set_output()
         return out
+
+    def stays(self, node: fx.Node) -> bool:
+        """Norms in half precision are written out where they are split only: torch's own kernel rounds in its own way."""
+        half = (torch.bfloat16, torch.float16)
+        return node.target is aten.linalg_vector_norm.default and self.old.type(operands(self.old, node)[0]).dtype in half
 
     def has_numbers(self, node: fx.Node) -> bool:
         return any(self.old.info[n].type is None for n in node.all_input_nodes)
@@ -103,9 +111,9 @@ class _Normalization(Rewriter):
         kind = self.old.type(node)
         return self.call(aten.view.default, (self.env[source], list(kind.shape)), {}, self.old.info[node])
 
-    def inline(self, target: Callable[..., Any], args: Any, kwargs: Any, info: Info) -> Any:
+    def inline(self, target: Callable[..., Any], args: Any, kwargs: Any, info: Info, tracer: Tracer | None = None) -> Any:
         """Replace a call by the graph of its decomposition; returns a node, or a tuple of nodes."""
-        graph = self.tracer.trace(target, typed(self.info, (args, kwargs)))
+        graph = (tracer or self.tracer).trace(target, typed(self.info, (args, kwargs)))
         values: list[fx.Node] = []
         fx.node.map_arg((args, kwargs), values.append)
         feed, env = iter(values), {}

@@ -40,6 +40,7 @@ from shardc.passes.selection import (
 )
 from shardc.passes.sink import sink
 from shardc.passes.split import aligned, wanted_result, write_out
+from shardc.passes.undivided import undivided, whole_matrices
 from shardc.program import Draw, Phase, Program, SlotKind, Specs, TensorType, op_name
 from shardc.rules import split_forms
 from shardc.rules.rule import Rule
@@ -51,7 +52,8 @@ ROWS_WHOLE = torch.ops.aten.embedding_dense_backward.default
 
 
 def propagate(program: Program, options: Options) -> Program:
-    return sink(_Propagation(program, options).run())
+    work = _Propagation(program, options)
+    return sink(work.run(), {work.env[n] for n in work.undivided if n in work.env})
 
 
 class _Propagation(Rewriter):
@@ -68,6 +70,7 @@ class _Propagation(Rewriter):
         self.batched = {program.inputs[path] for path in program.batched}
         self.given: dict[fx.Node, fx.Node] = {}  # placeholder -> its copy, before it is split into microbatches
         self.kept = kept(program)
+        self.undivided = undivided(program)
         self.moved: dict[tuple[fx.Node, ShardSpec, Phase | None], fx.Node] = {}  # (value, spec, phase of a slot read)
         self.settled: dict[fx.Node, fx.Node] = {}  # partial value -> its reduced form
         self.resting: dict[fx.Node, ShardSpec] = {}  # value at rest in a storage spec -> spec of its forward/backward reads
@@ -127,7 +130,7 @@ class _Propagation(Rewriter):
 
     def written_out(self, node: fx.Node) -> bool:
         """Propagate the split form of a node instead, where a dim is split that its rule calls whole."""
-        if node in self.old.draws:
+        if node in self.old.draws or node in self.undivided:
             return False
         if node.target in self.result_forms:
             spec = wanted_result(self.old, node)
@@ -152,6 +155,10 @@ class _Propagation(Rewriter):
             node.args, node.kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: replaced.get(n, n))
         return self.in_parts(node, self.forms)
 
+    def rule(self, node: fx.Node) -> Rule:
+        rule = rule_of(self.old, node)
+        return whole_matrices(rule) if node in self.undivided else rule
+
     def splits_result(self, node: fx.Node, spec: ShardSpec) -> bool:
         """Whether a result that will rest in `spec` is wanted in parts that no operand gives."""
         given = [self.spec(self.read(n, node)) for n in operands(self.old, node)]
@@ -174,7 +181,7 @@ class _Propagation(Rewriter):
         info = self.old.info[node]
         if info.type is None:
             return self.number(node)
-        rule = rule_of(self.old, node)
+        rule = self.rule(node)
         values = [self.read(n, node) for n in operands(self.old, node)]
         specs = [self.spec(v) for v in values]
         partial = self.partials(node, rule, values)

@@ -8,6 +8,8 @@ Example (dp=2): ``rand([8, 4]) -> [8, 4]; reshard -> [8@dp, 4]`` becomes ``rand(
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import torch
 from torch import fx
 
@@ -24,9 +26,9 @@ SCATTERS = (torch.ops.aten.scatter.src, torch.ops.aten.scatter_add.default)
 """Operators whose dim is whole, but of whose result a part can be made alone."""
 
 
-def sink(program: Program) -> Program:
-    """Works on the program in place (it is propagate's own)."""
-    keep = kept(program)
+def sink(program: Program, undivided: Collection[fx.Node] = ()) -> Program:
+    """Works on the program in place (it is propagate's own); `undivided` nodes are computed as they stand."""
+    keep = {*kept(program), *undivided}
     table = split_forms(of_result=True)
     forms = Tracer({op: table[op] for op in SCATTERS})
     for node in reversed(program.nodes):

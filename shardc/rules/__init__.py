@@ -2,7 +2,7 @@
 
 from shardc.rules.call import map_operands, tensor_operands
 from shardc.rules.catalogue import prove, table
-from shardc.rules.decompose import decompositions
+from shardc.rules.decompose import decompositions, masked_writes, writes_one_value
 from shardc.rules.decompose_split import split_forms
 from shardc.rules.localise import localise
 from shardc.rules.registry import has_rule, register, rule_for, unregister
@@ -14,6 +14,7 @@ __all__ = [
     "has_rule",
     "localise",
     "map_operands",
+    "masked_writes",
     "prove",
     "register",
     "rule_for",
@@ -21,4 +22,5 @@ __all__ = [
     "table",
     "tensor_operands",
     "unregister",
+    "writes_one_value",
 ]

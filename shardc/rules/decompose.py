@@ -175,6 +175,31 @@ def baddbmm(bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float
     return _plus(product, bias, beta, alpha)
 
 
+def masked_put(x: Tensor, indices: Sequence[Tensor | None], values: Tensor, accumulate: bool = False) -> Tensor:
+    """Writing one value (or one row) wherever a mask says so: a choice, whose size does not depend on the mask."""
+    at = next(k for k, i in enumerate(indices) if i is not None)
+    mask = indices[at]
+    assert mask is not None
+    rest = x.dim() - at - mask.dim()
+    shape = list(values.shape)
+    if len(shape) > rest:  # the dim of what is picked, of size one
+        shape[len(shape) - rest - 1 : len(shape) - rest] = [1] * mask.dim()
+    elsewhere = constant(0, x) if accumulate else x
+    chosen = aten.where.self(view(mask, [*mask.shape, *[1] * rest]), view(values, shape), elsewhere)
+    return aten.add.Tensor(x, chosen) if accumulate else chosen  # type: ignore[no-any-return]
+
+
+def writes_one_value(x: Any, indices: Sequence[Any], values: Any, accumulate: bool = False) -> bool:
+    """Whether `index_put` is what `masked_put` does: one boolean mask, and a value that does not depend on what it picks.
+    Arguments may be types of tensors."""
+    masks = [(k, i) for k, i in enumerate(indices) if i is not None]
+    if len(masks) != 1 or masks[0][1].dtype != torch.bool:
+        return False
+    at, mask = masks[0]
+    rest = len(x.shape) - at - len(mask.shape)
+    return len(values.shape) <= rest or values.shape[len(values.shape) - rest - 1] == 1
+
+
 ALWAYS: dict[str, Decomposition] = {
     "aten.mean.default": mean_all,
     "aten.mean.dim": mean,
@@ -203,6 +228,7 @@ ALWAYS: dict[str, Decomposition] = {
     **decompose_norms.TABLE,
     **decompose_scaler.TABLE,
 }
+MASKED: dict[str, Decomposition] = {"aten.index_put.default": masked_put, "aten._unsafe_index_put.default": masked_put}
 WHEN_SPLIT: dict[str, Decomposition] = {"aten.addmm.default": addmm, "aten.baddbmm.default": baddbmm}
 
 
@@ -215,4 +241,10 @@ def decompositions(split_products: bool = False) -> dict[torch._ops.OpOverload, 
     """
     table = {**ALWAYS, **(WHEN_SPLIT if split_products else {})}
     found = {overload(name): fn for name, fn in table.items()}
+    return {op: fn for op, fn in found.items() if op is not None}
+
+
+def masked_writes() -> dict[torch._ops.OpOverload, Decomposition]:
+    """Operators that `writes_one_value` decides about -> `masked_put`."""
+    found = {overload(name): fn for name, fn in MASKED.items()}
     return {op: fn for op, fn in found.items() if op is not None}

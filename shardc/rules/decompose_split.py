@@ -16,6 +16,7 @@ from torch import Tensor
 from shardc.ops import lookup
 from shardc.rules.arithmetic import aten, cast, constant, total, wide
 from shardc.rules.call import overload
+from shardc.rules.decompose import vector_norm
 
 
 def _shifted(x: Tensor, dim: int, half_to_float: bool) -> tuple[Tensor, torch.dtype]:
@@ -134,6 +135,7 @@ def scatter_add(x: Tensor, dim: int, index: Tensor, src: Tensor) -> Tensor:
 
 
 SPLIT: dict[str, Callable[..., Any]] = {
+    "aten.linalg_vector_norm.default": vector_norm,  # normalize leaves it as it is in half precision only
     "aten._log_softmax.default": log_softmax,
     "aten._softmax.default": softmax,
     "aten._log_softmax_backward_data.default": log_softmax_backward,

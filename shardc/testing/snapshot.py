@@ -29,7 +29,7 @@ def snapshot(named: Mapping[str, Any], whole: Callable[[Tensor], Tensor] | None 
     entries.sort(key=lambda entry: entry[0])
     out: Snapshot = {}
     for _, path, value in entries:
-        out[path] = make(value).detach().clone() if isinstance(value, Tensor) else value
+        out[path] = _strided(make(value).detach()) if isinstance(value, Tensor) else value
     return out
 
 
@@ -46,6 +46,11 @@ def flatten(path: str, value: Any) -> Iterator[tuple[str, Any]]:
             yield from flatten(f"{path}.{field.name}", getattr(value, field.name))
     else:
         yield path, value
+
+
+def _strided(t: Tensor) -> Tensor:
+    """A copy. Sparse gradients, which shardc keeps dense, are compared by their values."""
+    return t.to_dense() if t.layout is torch.sparse_coo else t.clone()
 
 
 GRADIENT, BUFFER, OPTIMIZER, PARAMETER, OTHER = range(5)
