@@ -280,7 +280,7 @@ def loss(w: Writer) -> str | None:
                   f"F.binary_cross_entropy_with_logits({x}, {y}.sigmoid(), reduction='{how}')",
                   f"F.kl_div(F.log_softmax({x}, -1), F.softmax({y}, -1), reduction='{how}')",
                   f"F.cosine_similarity({x}, {y}, dim={dim(w, x)})",
-                  f"F.soft_margin_loss({x}, {z}.tanh(), reduction='{how}')",
+                  f"F.soft_margin_loss({x}, {z}.detach().tanh(), reduction='{how}')",
                   f"F.gaussian_nll_loss({x}, {y}, {z}.square() + 0.5, reduction='{how}')"]  # fmt: skip
     if len(shape) < 2 or w.choose(True, False):
         return str(w.choose(*regression))
