@@ -11,7 +11,7 @@ divide, on dims smaller than the axis. All ends in one loss, so that each operat
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -280,8 +280,14 @@ def source(w: Writer, inputs: dict[str, str]) -> str:
 
 
 @st.composite
-def pinned_cases(draw: DrawFn, max_operators: int = 12, max_axes: int = 3, max_ranks: int = 12) -> Case:
-    """Programs of up to `max_operators` operators on meshes of up to `max_axes` axes and `max_ranks` ranks."""
+def pinned_cases(
+    draw: DrawFn, max_operators: int = 12, max_axes: int = 3, max_ranks: int = 12, among: Sequence[str] = ()
+) -> Case:
+    """Programs of up to `max_operators` operators on meshes of up to `max_axes` axes and `max_ranks` ranks.
+
+    Args:
+        among: names in the tables of `shardc.testing.operators` to choose from; all of them unless given.
+    """
     mesh = draw(wide_meshes(max_axes, max_ranks))
     kind = draw(st.sampled_from(["exact", "real"]))
     w = Writer(draw, mesh, kind == "exact")
@@ -290,7 +296,7 @@ def pinned_cases(draw: DrawFn, max_operators: int = 12, max_axes: int = 3, max_r
         shape = [w.size() for _ in range(w.int(1, 4))]
         inputs[name] = f"numbers({100 + k}, {', '.join(map(str, shape))})"
         w.values[name] = eval(inputs[name], w.space)
-    table = EXACT if w.exact else REAL
+    table = {name: write for name, write in (EXACT if w.exact else REAL).items() if not among or name in among}
     w.write(f"{(first := w.pick())} * {w.partner(tuple(w[str(first)].shape))}")
     for _ in range(draw(st.integers(1, max_operators))):
         text = table[draw(st.sampled_from(sorted(table)))](w)
