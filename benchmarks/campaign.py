@@ -1,6 +1,7 @@
 """Random training steps, compiled and compared with one device: counts by outcome; any failure is printed as a script.
 
     python benchmarks/campaign.py --draws 3000 --seed 1 --jobs 2
+    python benchmarks/campaign.py --draws 6000 --seed 1 --jobs 2 --pins     # operators of the rule book under random pins
 
 The draws depend on the seed and on the version of Hypothesis alone; about one in five repeats another and is not counted.
 `--shrink` stops at the first failure and makes it small.
@@ -22,6 +23,7 @@ import torch
 from hypothesis import HealthCheck, given, seed, settings
 
 from shardc.testing.campaign import Case, cases
+from shardc.testing.pinned import pinned_cases
 
 PIECE = 100
 """Draws of one Hypothesis run; pieces are dealt to the jobs."""
@@ -39,14 +41,14 @@ class Drawn:
     seconds: float
 
 
-def draw(piece: int, number: int, campaign: int, shrink: bool) -> list[Drawn]:
+def draw(piece: int, number: int, campaign: int, shrink: bool, pins: bool) -> list[Drawn]:
     """The draws of one piece."""
     out: list[Drawn] = []
     seen: set[str] = set()
 
     @seed(campaign * 1_000_003 + piece)
     @settings(max_examples=number, deadline=None, database=None, suppress_health_check=list(HealthCheck))
-    @given(cases())
+    @given(pinned_cases() if pins else cases())
     def run(case: Case) -> None:
         start, outcome, message, script = time.perf_counter(), "equal", "", case.script()
         if script in seen and not shrink:
@@ -64,7 +66,7 @@ def draw(piece: int, number: int, campaign: int, shrink: bool) -> list[Drawn]:
     return out
 
 
-def work(task: tuple[int, int, int, bool]) -> list[Drawn]:
+def work(task: tuple[int, int, int, bool, bool]) -> list[Drawn]:
     torch.set_num_threads(1)
     return draw(*task)
 
@@ -75,6 +77,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--shrink", action="store_true", help="stop at the first failure and shrink it")
+    parser.add_argument("--pins", action="store_true", help="draw operators under random pins, not training steps")
     parser.add_argument("--first", type=int, default=0, help=f"leave out so many pieces of {PIECE} draws")
     parser.add_argument("--pieces", type=int, help="do so many pieces only")
     parser.add_argument("--verify", action="store_true", help="also run the verifier after each pass")
@@ -82,7 +85,8 @@ def main() -> int:
     args = parser.parse_args()
     if args.verify:
         os.environ["SHARDC_VERIFY"] = "1"
-    tasks = [(k, min(PIECE, args.draws - k * PIECE), args.seed, args.shrink) for k in range(-(-args.draws // PIECE))]
+    pieces = range(-(-args.draws // PIECE))
+    tasks = [(k, min(PIECE, args.draws - k * PIECE), args.seed, args.shrink, args.pins) for k in pieces]
     tasks = tasks[args.first :][: args.pieces]
     counts: collections.Counter[str] = collections.Counter()
     drawn_before: set[str] = set()

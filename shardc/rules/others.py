@@ -94,7 +94,7 @@ WHOLE_ONES = """
     dist.default masked_scatter_backward.default fractional_max_pool2d.default
     fractional_max_pool2d_backward.default fractional_max_pool3d.default fractional_max_pool3d_backward.default
     _embedding_bag_per_sample_weights_backward.default _pdist_forward.default _pdist_backward.default
-    nanmedian.default
+    nanmedian.default repeat_interleave.Tensor
 """
 
 TABLE: dict[str, Builder] = {

@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn
 
@@ -83,3 +84,25 @@ def cases(draw: DrawFn, max_layers: int = 4, max_axes: int = 3, max_ranks: int =
     options = draw(sh.options(Mesh(mesh.axes), program))
     del options["mesh"]
     return Case(kind, program, dict(mesh.axes), options)
+
+
+def check_draws(drawn: st.SearchStrategy[Case], number: int, piece: int, shrink: bool = True) -> int:
+    """Check `number` cases drawn with the seed `piece`; what fails is made small and printed as a script.
+
+    Returns:
+        How many of them were different.
+    """
+    seen: set[str] = set()
+    phases = [Phase.generate, *([Phase.shrink] if shrink else [])]
+
+    @seed(piece)
+    @settings(max_examples=number, deadline=None, database=None, phases=phases, suppress_health_check=list(HealthCheck))
+    @given(drawn)
+    def draws(case: Case) -> None:
+        text = case.script()
+        if text not in seen:  # small cases are drawn more than once; a failing one must fail each time it is tried
+            case.check()
+            seen.add(text)
+
+    draws()
+    return len(seen)
