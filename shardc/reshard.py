@@ -83,8 +83,19 @@ def reshard(src: ShardSpec, dst: ShardSpec, mesh: Mesh) -> list[Step]:
         )
     memo = mesh.memo.setdefault("reshard", {})
     if (src, dst) not in memo:
-        memo[src, dst] = _Resharding(src, dst, mesh).steps
+        memo[src, dst] = min(_candidates(src, dst, mesh), key=lambda steps: sum(s.nbytes(torch.float32, mesh) for s in steps))
     return list(memo[src, dst])
+
+
+def _candidates(src: ShardSpec, dst: ShardSpec, mesh: Mesh) -> Iterator[list[Step]]:
+    """Ways from `src` to `dst`, the one to prefer first: straight; with reductions made before anything is moved; by way of
+    the whole value."""
+    yield _Resharding(src, dst, mesh).steps
+    reduced = src.with_partial(dst.partial)
+    whole = ShardSpec.replicated(src.shape).with_partial(dst.partial)
+    for via in dict.fromkeys((reduced, whole)):
+        if via not in (src, dst) and not set(via.axes) & set(via.partial_axes):
+            yield _Resharding(src, via, mesh).steps + _Resharding(via, dst, mesh).steps
 
 
 class _Resharding:

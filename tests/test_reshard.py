@@ -111,6 +111,12 @@ def test_scattering_partial_values_takes_one_step_for_each_axis(data: st.DataObj
     assert sorted(s.axis for s in reshard(dst, src.with_partial(()), mesh)) == sorted(dst.axes), "and back one gather each"
 
 
+def test_a_value_is_reduced_before_a_move_that_makes_it_larger() -> None:
+    mesh = Mesh(dp=2, tp=2, simulated=True)
+    steps = reshard(ShardSpec.parse("[2@dp, 2, 3] +sum@tp"), ShardSpec.parse("[1@dp·2, 2, 3]"), mesh)
+    assert [s.kind for s in steps] == ["all_reduce", "all_to_all"]
+
+
 @settings(max_examples=150, deadline=None)
 @given(st.data(), sh.meshes())
 def test_no_plan_sends_more_than_reducing_and_gathering_everything(data: st.DataObject, mesh: Mesh) -> None:

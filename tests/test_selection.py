@@ -213,7 +213,11 @@ def test_mixtral_gathers_no_tokens() -> None:
     assert all(r.name.endswith("inv_freq") for r in plan.replicated)  # buffers
 
 
+def train_dispatched(model: Net, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> Tensor:
+    return step_of(dispatched)(model, optimizer, x, y)
+
+
 @pytest.mark.processes
 def test_on_processes() -> None:
-    report = check_all_processes(2, step_of(dispatched), make, batches(), [{"zero": 3}], timeout=300.0)[0]
+    report = check_all_processes(2, train_dispatched, make, batches(), [{"zero": 3}], timeout=300.0)[0]
     assert report.steps == 2
