@@ -212,7 +212,9 @@ def _activations(program: Program, options: Options) -> None:
         hits = [path for path in program.outputs if _matches(path, pattern)]
         if not hits:
             some = ", ".join([*program.outputs][:4]) or "none"
-            raise OptionError(f"activations pattern {pattern!r} matches no module's result", hint=f"results are named like {some}")
+            raise OptionError(
+                f"activations pattern {pattern!r} matches no module's result", hint=f"results are named like {some}"
+            )
         why = f"activations[{pattern!r}]"
         for path in hits:
             for node in program.outputs[path]:

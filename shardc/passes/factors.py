@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from torch import fx
@@ -32,14 +32,23 @@ def rule_of(program: Program, node: fx.Node) -> Rule:
         raise type(e)(e.what, where=info.where or e.where, hint=e.hint) from e
 
 
-def choose(rule: Rule, specs: Sequence[ShardSpec], busy: set[str], mesh: Mesh) -> tuple[dict[str, Dim], str]:
+def choose(
+    rule: Rule,
+    specs: Sequence[ShardSpec],
+    busy: set[str],
+    mesh: Mesh,
+    first: Mapping[str, Dim] | None = None,
+    pinned: Collection[int] = (),
+) -> tuple[dict[str, Dim], str]:
     """How each factor is split, given how the operands lie; and why, in words.
 
     Args:
         busy: axes over which a reduction stays pending; they cannot split a factor.
+        first: factors whose split is decided: operands are moved to fit.
+        pinned: positions of operands that lie as the user pinned them: the others are moved, whatever their size.
     """
-    weight: dict[tuple[str, Dim], int] = {}
-    for spec, factors in zip(specs, rule.operands, strict=True):
+    weight: dict[tuple[str, Dim], tuple[bool, int]] = {}
+    for k, (spec, factors) in enumerate(zip(specs, rule.operands, strict=True)):
         if not spec.axes:
             continue
         size = math.prod(spec.shape)
@@ -50,14 +59,16 @@ def choose(rule: Rule, specs: Sequence[ShardSpec], busy: set[str], mesh: Mesh) -
             for name, part in zip(names, parts or (), strict=False):
                 if dim_axes(part) and rule.kind(name) != WHOLE:
                     key = (name, canonical_dim(part, mesh))
-                    weight[key] = weight.get(key, 0) + max(size, 1)
-    split: dict[str, Dim] = {}
-    used = set(busy)
-    for name, dim in sorted(weight, key=lambda key: -weight[key]):
-        axes = set(dim_axes(dim))
-        if name not in split and not axes & used:
-            split[name] = dim
-            used |= axes
+                    by_user, sum_ = weight.get(key, (False, 0))
+                    weight[key] = (by_user or k in pinned, sum_ + max(size, 1))
+    split = dict(first or {})
+    used = busy.union(*map(dim_axes, split.values()))
+    for name, dim in sorted(weight, key=lambda key: weight[key], reverse=True):
+        free = frozenset(used)
+        left = canonical_dim(tuple(replace(f, axes=_before(f.axes, free)) for f in dim), mesh)
+        if name not in split and dim_axes(left):
+            split[name] = left
+            used |= set(dim_axes(left))
     return split, ", ".join(f"{name} over {','.join(dim_axes(dim))}" for name, dim in split.items())
 
 
@@ -79,6 +90,25 @@ def result_specs(rule: Rule, split: dict[str, Dim], partial: set[tuple[str, str]
         pending = {(a, "sum" if kind not in ("max", "min") else kind) for a, kind in gone if kind != "pass"} | partial
         out.append(required(factors, rule, split, mesh).with_partial(pending).canonical(mesh))
     return out
+
+
+def split_of_result(rule: Rule, spec: ShardSpec, mesh: Mesh) -> dict[str, Dim] | None:
+    """How the factors are split where the one result lies as `spec`; None where it cannot."""
+    factors = rule.results[0]
+    assert factors is not None
+    split: dict[str, Dim] = {}
+    for dim, names in zip(spec.dims, factors, strict=True):
+        if not dim_axes(dim):
+            continue
+        parts = split_dim(dim, [rule.sizes[f] for f in names], mesh) if names else None
+        if parts is None:
+            return None
+        for name, part in zip(names, parts, strict=True):
+            if dim_axes(part):
+                if rule.kind(name) == WHOLE:
+                    return None
+                split[name] = part
+    return split
 
 
 def made_factors(

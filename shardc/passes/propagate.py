@@ -14,21 +14,23 @@ Example (dp=2): ``mm(x: [8@dp, 4], w: [4@dp, 6])`` becomes ``reshard(w) -> [4, 6
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
 from torch import fx
 
 from shardc.options import TIME, Options
-from shardc.passes.factors import choose, made_factors, required, result_specs, rule_of
-from shardc.passes.graphs import Rewriter, is_cast, is_getitem, is_op, kept, operands, reshard
+from shardc.passes.factors import choose, made_factors, required, result_specs, rule_of, split_of_result
+from shardc.passes.graphs import Rewriter, is_cast, is_getitem, is_op, is_view, kept, operands, reshard
 from shardc.passes.inline import Tracer
+from shardc.passes.pins import decided, pinned_axes, wanted_result
 from shardc.passes.sink import sink
-from shardc.passes.split import aligned, wanted_result, write_out
+from shardc.passes.split import aligned, write_out
 from shardc.program import Draw, Phase, Program, SlotKind, Specs, TensorType, op_name
 from shardc.rules import split_forms
 from shardc.rules.rule import Rule
-from shardc.spec import Factor, ShardSpec, dim_axes
+from shardc.spec import Dim, Factor, ShardSpec, dim_axes
 
 ALIAS = torch.ops.aten.alias.default
 ROWS_WHOLE = torch.ops.aten.embedding_dense_backward.default
@@ -53,6 +55,8 @@ class _Propagation(Rewriter):
         self.moved: dict[tuple[fx.Node, ShardSpec, Phase | None], fx.Node] = {}  # (value, spec, phase of a slot read)
         self.settled: dict[fx.Node, fx.Node] = {}  # partial value -> its reduced form
         self.resting: dict[fx.Node, ShardSpec] = {}  # value at rest in a storage spec -> spec of its forward/backward reads
+        self.pinned: set[fx.Node] = set()  # parameters with axes given by the user, and views and casts of them
+        self.views: dict[fx.Node, tuple[Rule, fx.Node, bool]] = {}  # view -> its rule, its source, whether others read that
         self.drawn: dict[fx.Node, Draw] = {}  # by the operator itself, also where its value is moved at once
 
     def run(self) -> Program:
@@ -104,8 +108,8 @@ class _Propagation(Rewriter):
         if node in self.old.draws:
             return False
         if node.target in self.result_forms:
-            spec = wanted_result(self.old, node)
-            if spec is None or not self.splits_result(node, spec):
+            found = wanted_result(self.old, node)
+            if found is None or not self.splits_result(node, *found):
                 return False
             return self.in_parts(node, self.result_forms)
         if node.target not in self.forms:
@@ -126,10 +130,10 @@ class _Propagation(Rewriter):
             node.args, node.kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: replaced.get(n, n))
         return self.in_parts(node, self.forms)
 
-    def splits_result(self, node: fx.Node, spec: ShardSpec) -> bool:
-        """Whether a result that will rest in `spec` is wanted in parts that no operand gives."""
+    def splits_result(self, node: fx.Node, spec: ShardSpec, pinned: Sequence[str]) -> bool:
+        """Whether a result that will rest in `spec` is wanted in parts that no operand gives. Over `pinned` axes none does."""
         given = [self.spec(self.read(n, node)) for n in operands(self.old, node)]
-        taken = {a for s in given for a in s.axes} | {a for s in given for a, _ in s.partial}
+        taken = ({a for s in given for a in s.axes} - set(pinned)) | {a for s in given for a, _ in s.partial}
         return any(f.axes and f.axes[0] not in taken for f in spec.dims[0])
 
     def in_parts(self, node: fx.Node, forms: Tracer) -> bool:
@@ -152,10 +156,7 @@ class _Propagation(Rewriter):
         values = [self.read(n, node) for n in operands(self.old, node)]
         specs = [self.spec(v) for v in values]
         partial = self.partials(node, rule, values)
-        split, reasons = choose(rule, specs, {a for a, _ in partial}, self.mesh)
-        if rule.makes and (rest := wanted_result(self.old, node)) is not None:
-            taken = {a for dim in split.values() for a in dim_axes(dim)} | {a for a, _ in partial}
-            split |= made_factors(rule, [rest], self.mesh, frozenset(taken))
+        split, reasons = self.split(node, rule, values, {a for a, _ in partial})
         wanted = [required(factors, rule, split, self.mesh) for factors in rule.operands]
         ready: list[fx.Node] = []
         for k, (value, spec) in enumerate(zip(values, wanted, strict=True)):
@@ -169,8 +170,23 @@ class _Propagation(Rewriter):
         self.env[node] = new
         if node in self.old.draws:
             self.drawn[new] = self.old.draws[node]
+        if is_view(node) and rule.any_partial and len(ready) == 1 and ready[0].op == "call_function":
+            self.views[new] = (rule, ready[0], len(operands(self.old, node)[0].users) > 1)
+        if values and all(v in self.pinned for v in values) and (is_cast(node) or is_view(node)):
+            self.pinned.add(new)
         if is_cast(node) and values[0] in self.resting:  # it rests too, and is gathered after the cast, in fewer bytes
             self.resting[new] = self.resting[values[0]]
+
+    def split(self, node: fx.Node, rule: Rule, values: Sequence[fx.Node], busy: set[str]) -> tuple[dict[str, Dim], str]:
+        """How the factors of an operator are split, and why."""
+        specs = [self.spec(v) for v in values]
+        update = self.old.info[node].phase == Phase.UPDATE
+        pinned = () if update else [k for k, v in enumerate(values) if v in self.pinned]
+        split, reasons = choose(rule, specs, busy, self.mesh, {} if update else decided(self.old, node, rule, busy), pinned)
+        if rule.makes and (rest := wanted_result(self.old, node)) is not None:
+            taken = {a for dim in split.values() for a in dim_axes(dim)} | busy
+            split |= made_factors(rule, [rest[0]], self.mesh, frozenset(taken))
+        return split, reasons
 
     def pin(self, node: fx.Node) -> None:
         pin = self.old.info[node].spec
@@ -184,6 +200,8 @@ class _Propagation(Rewriter):
             assert slot.storage is not None and slot.compute is not None
             if slot.kind != SlotKind.GRADIENT and slot.storage != slot.compute:
                 self.resting[new] = slot.compute
+            if slot.kind == SlotKind.PARAMETER and pinned_axes(self.old, node):
+                self.pinned.add(new)
 
     # -- values ------------------------------------------------------------------------------------------------------
 
@@ -201,7 +219,10 @@ class _Propagation(Rewriter):
             return value
         if is_cast(user) and self._narrows(user):
             return value
-        return self.move(value, self.resting[value], user, f"{phase} reads the compute spec", phase)
+        out = self.move(value, self.resting[value], user, f"{phase} reads the compute spec", phase)
+        if value in self.pinned:
+            self.pinned.add(out)
+        return out
 
     def _narrows(self, cast: fx.Node) -> bool:
         (source,) = operands(self.old, cast)
@@ -231,10 +252,29 @@ class _Propagation(Rewriter):
             info = self.info[value].but(spec=spec, why=why, phase=old.phase)
             if value.op == "placeholder":
                 info = info.but(line=old.line)
-            self.moved[key] = self.call(reshard, (value,), {}, info)
+            before = self.before_view(value, spec)
+            if before is None:
+                self.moved[key] = self.call(reshard, (value,), {}, info)
+            else:
+                base = self.move(self.views[value][1], before, user, why, phase, at_once)
+                args = (base, *value.args[1:])
+                self.moved[key] = self.call(value.target, args, dict(value.kwargs), info.but(why=self.info[value].why))  # type: ignore[arg-type]
             if self.spec(value).partial:
                 self.settled[value] = self.moved[key]
         return self.moved[key]
+
+    def before_view(self, value: fx.Node, spec: ShardSpec) -> ShardSpec | None:
+        """What a view is of, as it has to lie for the view to be `spec`; None where the view itself is better moved: it is of
+        fewer elements, or nothing else is made of its source."""
+        if value not in self.views:
+            return None
+        rule, base, shared = self.views[value]
+        size, full = (math.prod(self.spec(n).shape) for n in (base, value))
+        split = split_of_result(rule, spec, self.mesh) if size < full or size == full and shared else None
+        if split is None or result_specs(rule, split, set(spec.partial), self.mesh) != [spec]:
+            return None
+        before = required(rule.operands[0], rule, split, self.mesh).with_partial(spec.partial)
+        return before if set(before.partial_axes) <= set(self.spec(base).partial_axes) else None
 
     def whole(self, value: fx.Node, user: fx.Node) -> fx.Node:
         """`value` on every rank."""
