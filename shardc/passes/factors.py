@@ -64,9 +64,10 @@ def choose(
     split = dict(first or {})
     used = busy.union(*map(dim_axes, split.values()))
     for name, dim in sorted(weight, key=lambda key: weight[key], reverse=True):
-        free = frozenset(used)
-        left = canonical_dim(tuple(replace(f, axes=_before(f.axes, free)) for f in dim), mesh)
-        if name not in split and dim_axes(left):
+        mine = split.get(name, ())
+        taken = frozenset(used - set(dim_axes(mine)))
+        left = canonical_dim(tuple(replace(f, axes=_before(f.axes, taken)) for f in dim), mesh)
+        if dim_axes(left) and (not mine or is_free(ShardSpec((mine,)), ShardSpec((left,)), mesh)):  # what is cut finer stays so
             split[name] = left
             used |= set(dim_axes(left))
     return split, ", ".join(f"{name} over {','.join(dim_axes(dim))}" for name, dim in split.items())

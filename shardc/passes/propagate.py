@@ -192,6 +192,8 @@ class _Propagation(Rewriter):
         pin = self.old.info[node].spec
         new = self.env[node]
         if node.op != "placeholder" and isinstance(pin, ShardSpec):
+            if node not in self.old.versions:
+                pin = self.in_time(pin, self.spec(new))
             at_once = self.options.zero >= 2  # a sharded accumulator: over the ranks in each microbatch
             self.env[node] = new = self.move(new, pin, node, self.old.info[node].why, at_once=at_once)
         path = self.old.versions.get(node)
@@ -202,6 +204,13 @@ class _Propagation(Rewriter):
                 self.resting[new] = slot.compute
             if slot.kind == SlotKind.PARAMETER and pinned_axes(self.old, node):
                 self.pinned.add(new)
+
+    def in_time(self, pin: ShardSpec, spec: ShardSpec) -> ShardSpec:
+        """A pin of an activation, whose dims that are split over time stay so where the pin says the same of the ranks."""
+        for k, (dim, same) in enumerate(zip(spec.dims, spec.without(TIME).canonical(self.mesh).dims, strict=True)):
+            if TIME in dim_axes(dim) and same == pin.dims[k]:
+                pin = pin.with_dim(k, dim)
+        return pin
 
     # -- values ------------------------------------------------------------------------------------------------------
 
