@@ -6,6 +6,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
+import torch
 from torch import fx
 
 from shardc.errors import ShardcError
@@ -55,8 +56,12 @@ def choose(
         for dim, names in zip(spec.dims, factors, strict=True):
             if not names or not dim_axes(dim):
                 continue
-            parts = (dim,) if len(names) == 1 else split_dim(dim, [rule.sizes[f] for f in names], mesh)
-            for name, part in zip(names, parts or (), strict=False):
+            parts = (
+                (dim,)
+                if len(names) == 1
+                else split_dim(dim, [rule.sizes[f] for f in names], mesh) or uneven(dim, names, rule, mesh)
+            )
+            for name, part in zip(names, parts, strict=True):
                 if dim_axes(part) and rule.kind(name) != WHOLE:
                     key = (name, canonical_dim(part, mesh))
                     by_user, sum_ = weight.get(key, (False, 0))
@@ -71,6 +76,25 @@ def choose(
             split[name] = left
             used |= set(dim_axes(left))
     return split, ", ".join(f"{name} over {','.join(dim_axes(dim))}" for name, dim in split.items())
+
+
+def uneven(dim: Dim, names: Sequence[str], rule: Rule, mesh: Mesh) -> tuple[Dim, ...]:
+    """How a dim is split whose parts end inside elements of its major factor (9 numbers of heads of 6): by whole elements of
+    that, unevenly, if moving there and back sends less than gathering the dim; else not at all."""
+    sizes = [rule.sizes[f] for f in names]
+    parts = [(Factor(n),) for n in sizes]
+    major = next(k for k, n in enumerate(sizes) if n > 1 or k == len(sizes) - 1)
+    parts[major] = (Factor(sizes[major], dim_axes(dim)),)
+    here, there = ShardSpec((dim,)), ShardSpec((join_dims(parts),)).canonical(mesh)
+    gathered = _elements(here, ShardSpec.replicated(here.shape), mesh)
+    if major == len(sizes) - 1 or _elements(here, there, mesh) + _elements(there, here, mesh) >= gathered:
+        parts[major] = (Factor(sizes[major]),)
+    return tuple(parts)
+
+
+def _elements(src: ShardSpec, dst: ShardSpec, mesh: Mesh) -> int:
+    """What a rank sends from one layout to another, in elements."""
+    return sum(step.nbytes(torch.uint8, mesh) for step in reshard(src, dst, mesh))
 
 
 def required(factors: Factors, rule: Rule, split: dict[str, Dim], mesh: Mesh) -> ShardSpec:

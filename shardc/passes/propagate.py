@@ -21,7 +21,7 @@ import torch
 from torch import fx
 
 from shardc.options import TIME, Options
-from shardc.passes.factors import choose, made_factors, required, result_specs, rule_of, split_of_result
+from shardc.passes.factors import choose, is_free, made_factors, required, result_specs, rule_of, split_of_result
 from shardc.passes.graphs import Rewriter, is_cast, is_getitem, is_op, is_view, kept, operands, reshard
 from shardc.passes.inline import Tracer
 from shardc.passes.pins import decided, pinned_axes, wanted_result
@@ -275,7 +275,7 @@ class _Propagation(Rewriter):
     def before_view(self, value: fx.Node, spec: ShardSpec) -> ShardSpec | None:
         """What a view is of, as it has to lie for the view to be `spec`; None where the view itself is better moved: it is of
         fewer elements, or nothing else is made of its source."""
-        if value not in self.views:
+        if value not in self.views or is_free(self.spec(value), spec, self.mesh):
             return None
         rule, base, shared = self.views[value]
         size, full = (math.prod(self.spec(n).shape) for n in (base, value))
