@@ -40,6 +40,7 @@ def choose(
     mesh: Mesh,
     first: Mapping[str, Dim] | None = None,
     pinned: Collection[int] = (),
+    split_unevenly: bool = True,
 ) -> tuple[dict[str, Dim], str]:
     """How each factor is split, given how the operands lie; and why, in words.
 
@@ -47,6 +48,7 @@ def choose(
         busy: axes over which a reduction stays pending; they cannot split a factor.
         first: factors whose split is decided: operands are moved to fit.
         pinned: positions of operands that lie as the user pinned them: the others are moved, whatever their size.
+        split_unevenly: whether a dim that is cut inside its elements may move its borders; else it is gathered.
     """
     weight: dict[tuple[str, Dim], tuple[bool, int]] = {}
     for k, (spec, factors) in enumerate(zip(specs, rule.operands, strict=True)):
@@ -56,12 +58,10 @@ def choose(
         for dim, names in zip(spec.dims, factors, strict=True):
             if not names or not dim_axes(dim):
                 continue
-            parts = (
-                (dim,)
-                if len(names) == 1
-                else split_dim(dim, [rule.sizes[f] for f in names], mesh) or uneven(dim, names, rule, mesh)
-            )
-            for name, part in zip(names, parts, strict=True):
+            parts = (dim,) if len(names) == 1 else split_dim(dim, [rule.sizes[f] for f in names], mesh)
+            if parts is None and split_unevenly:
+                parts = uneven(dim, names, rule, mesh)
+            for name, part in zip(names, parts or (), strict=False):
                 if dim_axes(part) and rule.kind(name) != WHOLE:
                     key = (name, canonical_dim(part, mesh))
                     by_user, sum_ = weight.get(key, (False, 0))

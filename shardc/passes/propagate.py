@@ -21,6 +21,7 @@ import torch
 from torch import fx
 
 from shardc.options import TIME, Options
+from shardc.passes.borders import Crossing, crossings, notes, sent
 from shardc.passes.factors import choose, is_free, made_factors, required, result_specs, rule_of, split_of_result
 from shardc.passes.graphs import Rewriter, is_cast, is_getitem, is_op, is_view, kept, operands, reshard
 from shardc.passes.inline import Tracer
@@ -37,12 +38,22 @@ ROWS_WHOLE = torch.ops.aten.embedding_dense_backward.default
 
 
 def propagate(program: Program, options: Options) -> Program:
-    return sink(_Propagation(program, options).run())
+    first = _Propagation(program, options)
+    out = sink(first.run())
+    if not first.crossings:
+        return out
+    whole = sink(_Propagation(program, options, uneven=False).run())
+    split, gathered = sent(out), sent(whole)
+    out = out if split <= gathered else whole
+    out.notes += notes(first.crossings, split <= gathered, min(split, gathered), max(split, gathered))
+    return out
 
 
 class _Propagation(Rewriter):
-    def __init__(self, program: Program, options: Options) -> None:
+    def __init__(self, program: Program, options: Options, uneven: bool = True) -> None:
         super().__init__(program.copy())  # operators that are written out are replaced in it
+        self.uneven = uneven  # a dim cut inside its elements is split unevenly, else gathered
+        self.crossings: list[Crossing] = []
         program = self.old
         self.options = options
         self.forms, self.result_forms = Tracer(split_forms()), Tracer({ROWS_WHOLE: split_forms(of_result=True)[ROWS_WHOLE]})
@@ -182,7 +193,10 @@ class _Propagation(Rewriter):
         specs = [self.spec(v) for v in values]
         update = self.old.info[node].phase == Phase.UPDATE
         pinned = () if update else [k for k, v in enumerate(values) if v in self.pinned]
-        split, reasons = choose(rule, specs, busy, self.mesh, {} if update else decided(self.old, node, rule, busy), pinned)
+        first = {} if update else decided(self.old, node, rule, busy)
+        split, reasons = choose(rule, specs, busy, self.mesh, first, pinned, self.uneven)
+        if self.uneven:
+            self.crossings += crossings(self.old, self.old.info[node].module, rule, specs)
         if rule.makes and (rest := wanted_result(self.old, node)) is not None:
             taken = {a for dim in split.values() for a in dim_axes(dim)} | busy
             split |= made_factors(rule, [rest[0]], self.mesh, frozenset(taken))
