@@ -38,6 +38,7 @@ class Options:
     inputs_are: str | None = None
     zero: int = 0
     params: Mapping[str, P] = field(default_factory=dict)
+    activations: Mapping[str, P] = field(default_factory=dict)
     plan: str | None = None
     seed: int | None = None
     rng: str = "counter"
@@ -110,7 +111,7 @@ class Options:
         )
         _want(self.plan is None or isinstance(self.plan, str), "plan", self.plan, "None or the path of a saved plan")
         _want(self.plan != "auto", "plan", self.plan, "None or the path of a saved plan: the search is not implemented yet")
-        for name in ("inputs", "params"):
+        for name in ("inputs", "params", "activations"):
             table = getattr(self, name)
             _want(isinstance(table, Mapping), name, table, "a dict {pattern: P(...)}")
             for pattern, p in table.items():

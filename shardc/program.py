@@ -186,6 +186,7 @@ class Program:
     inputs: dict[str, fx.Node] = field(default_factory=dict)  # pytree path of a tensor argument -> placeholder
     numbers: dict[str, fx.Node] = field(default_factory=dict)  # "optimizer.param_groups[0].lr" -> placeholder
     number_exit: dict[str, fx.Node] = field(default_factory=dict)  # numbers that the step changes -> new value
+    outputs: dict[str, tuple[fx.Node, ...]] = field(default_factory=dict)  # what modules return, by path; see capture.outputs
     results: list[fx.Node] = field(default_factory=list)  # the returned tensors and numbers, in order
     returns: Results | None = None
     draws: dict[fx.Node, Draw] = field(default_factory=dict)
@@ -247,6 +248,7 @@ class Program:
             versions=keys(self.versions), inputs=values(self.inputs), numbers=values(self.numbers),
             number_exit=values(self.number_exit), results=[env[n] for n in self.results], draws=keys(self.draws),
             guards=[replace(g, node=env[g.node]) for g in self.guards], notes=list(self.notes),
+            outputs={path: tuple(dict.fromkeys(env[n] for n in nodes if n in env)) for path, nodes in self.outputs.items()},
         )  # fmt: skip
         return replace(out, **changes)
 

@@ -1,8 +1,9 @@
-"""Ready-made `params` for common families of models."""
+"""Ready-made `params` and `activations` for common families of models."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from torch import nn
 
@@ -33,29 +34,87 @@ def megatron(model: nn.Module, axis: str = "tp") -> dict[str, P]:
 
     Example: ``shardc.compile(step, mesh={"dp": 2, "tp": 2}, params=shardc.recipes.megatron(model))``
     """
+    found = _decoder(model)
+    out: dict[str, P] = {}
+    for group in found.groups:
+        out |= _pinned(model, group, found.width, axis)
+    out[f"{found.table}.weight"] = P(axis, None)
+    for name in found.heads:
+        out |= _split(model, name, axis, columns=True)
+    named = {name for name, _ in model.named_parameters()}  # a tied weight has the name that comes first
+    return {name: p for name, p in out.items() if name in named}
+
+
+def sequence_parallel(
+    model: nn.Module, axis: str = "tp", batch: str | tuple[str, ...] | None = "dp", sequence: tuple[str, ...] = ()
+) -> dict[str, P]:
+    """Sequence parallelism between the blocks of `megatron` (Korthikanti et al. 2022): `activations` for `shardc.compile`.
+
+    What each block adds to the residual stream, and what the vocabulary's embedding gives, is cut along the sequence over the
+    tensor-parallel axis. Norms, dropout and residual sums then work on shards, and each all-reduce of an activation becomes a
+    reduce-scatter and an all-gather of the same bytes. The length need not be a multiple of the axis.
+
+    Args:
+        model: a decoder whose activations are [batch, sequence, width].
+        axis: the axis given to `megatron`.
+        batch: the axes of the batch, as in `shardc.compile`; None for a mesh without.
+        sequence: axes over which the inputs are split along the sequence already.
+
+    Returns:
+        Name of a module -> P of what it returns.
+
+    Raises:
+        OptionError: as `megatron`.
+
+    Example: ``shardc.compile(step, params=recipes.megatron(model), activations=recipes.sequence_parallel(model), ...)``
+    """
+    found = _decoder(model)
+    p = P(batch, (*sequence, axis), None)
+    return {name: p for name in (found.table, *(group[-1] for group in found.groups))}
+
+
+@dataclass(frozen=True)
+class _Decoder:
+    """The parts of a decoder.
+
+    Args:
+        groups: linear layers from the width and back to it; the last of each leads back.
+        width: of the residual stream.
+        table: the embedding of the vocabulary.
+        heads: linear layers onto the vocabulary.
+    """
+
+    groups: tuple[tuple[str, ...], ...]
+    width: int
+    table: str
+    heads: tuple[str, ...]
+
+
+def _decoder(model: nn.Module) -> _Decoder:
     tables = [(name, m) for name, m in model.named_modules() if isinstance(m, nn.Embedding)]
     if not tables:
         raise OptionError(
-            "the model has no nn.Embedding, so it is no decoder that this recipe knows", hint="write `params` by hand"
+            "the model has no nn.Embedding, so it is no decoder that this recipe knows", hint="write the pins by hand"
         )
     vocabulary, table = max(tables, key=lambda t: t[1].num_embeddings)
     width = table.embedding_dim
-    out: dict[str, P] = {}
+    groups = []
     inside: set[str] = set()
     for layer in _layers(model):
         for group in _groups(model, layer):
             inside |= set(group)
-            out |= _pinned(model, group, width, axis)
-    if not out:
+            if _pinned(model, group, width, "any"):
+                groups.append(tuple(group))
+    if not groups:
         raise OptionError(
-            f"no layer with a group of linear layers from and to the model's width {width}", hint="write `params` by hand"
+            f"no layer with a group of linear layers from and to the model's width {width}", hint="write the pins by hand"
         )
-    out[f"{vocabulary}.weight"] = P(axis, None)
-    for name, module in model.named_modules():
-        if name not in inside and isinstance(module, nn.Linear) and module.out_features == table.num_embeddings:
-            out |= _split(model, name, axis, columns=True)
-    named = {name for name, _ in model.named_parameters()}  # a tied weight has the name that comes first
-    return {name: p for name, p in out.items() if name in named}
+    heads = [
+        name
+        for name, m in model.named_modules()
+        if name not in inside and isinstance(m, nn.Linear) and m.out_features == table.num_embeddings
+    ]
+    return _Decoder(tuple(groups), width, vocabulary, tuple(heads))
 
 
 def _layers(model: nn.Module) -> Iterator[str]:
@@ -75,7 +134,7 @@ def _groups(model: nn.Module, layer: str) -> Iterator[list[str]]:
             yield own
 
 
-def _pinned(model: nn.Module, group: list[str], width: int, axis: str) -> dict[str, P]:
+def _pinned(model: nn.Module, group: Sequence[str], width: int, axis: str) -> dict[str, P]:
     """The pins of one group; nothing where it does not fit."""
     *first, (last, inner, end) = [(name, *_features(model.get_submodule(name))) for name in group]
     between = [(a, b) for _, a, b in first if a != width]

@@ -13,7 +13,7 @@ import torch
 
 from shardc.errors import SpecError
 from shardc.mesh import Mesh
-from shardc.spec import Dim, Factor, ShardSpec, dim_axes, dim_size, finest_dim
+from shardc.spec import Dim, Factor, ShardSpec, dim_axes, dim_indices, dim_size, finest_dim
 
 KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "slice")
 
@@ -25,7 +25,7 @@ class Step:
     - all_gather: `axis` splits a dim of `src` and no dim of `dst`;
     - reduce_scatter: `src` is partial over `axis`, which splits a dim of `dst`;
     - all_reduce: `src` is partial over `axis`, `dst` is whole;
-    - all_to_all: `axis` splits one factor of `src` and another of `dst` (as a rule of two dims);
+    - all_to_all: `axis` splits one factor of `src` and another of `dst` (as a rule of two dims), or one dim at other borders;
     - slice: `src` is whole over `axis`, which splits a dim of `dst`; nothing is sent.
     """
 
@@ -40,12 +40,29 @@ class Step:
 
     def nbytes(self, dtype: torch.dtype, mesh: Mesh) -> int:
         """Bytes each rank sends (the worst one), in the ring convention: S(N-1)/N for all_gather and reduce_scatter,
-        2S(N-1)/N for all_reduce, S(N-1)/N of its own part for all_to_all; S is the whole value over this axis."""
+        2S(N-1)/N for all_reduce, S(N-1)/N of its own part for all_to_all; S is the whole value over this axis. Where borders
+        inside a dim are moved, what lies between them is sent."""
         n, first = mesh.axes[self.axis], (0,) * len(mesh.axes)
+        if self.kind == "all_to_all" and (moved := self._between_borders(mesh)) is not None:
+            return moved * dtype.itemsize
         whole = self.src.local_shape(mesh, first) if self.kind != "all_gather" else self.dst.local_shape(mesh, first)
         size = math.prod(whole) * dtype.itemsize
         share = {"all_gather": 1, "reduce_scatter": 1, "all_to_all": 1, "all_reduce": 2, "slice": 0}[self.kind]
         return share * size * (n - 1) // n
+
+    def _between_borders(self, mesh: Mesh) -> int | None:
+        """Elements that the worst rank does not keep where `axis` splits the same dim before and after; else None."""
+        here = [k for k, dim in enumerate(self.src.dims) if self.axis in dim_axes(dim)]
+        if here != [k for k, dim in enumerate(self.dst.dims) if self.axis in dim_axes(dim)]:
+            return None
+        (k,), first = here, (0,) * len(mesh.axes)
+        src, dst = self.src.dims[k], self.dst.dims[k]
+        memo = mesh.memo.setdefault("borders", {})
+        if (src, dst) not in memo:
+            line = mesh.group(first, self.axis)
+            memo[src, dst] = max(len({*dim_indices(src, mesh, c)} - {*dim_indices(dst, mesh, c)}) for c in line)
+        rest = math.prod(n for j, n in enumerate(self.src.local_shape(mesh, first)) if j != k)
+        return rest * int(memo[src, dst])
 
 
 def _step_op(kind: str):  # type: ignore[no-untyped-def]
@@ -64,8 +81,8 @@ def reshard(src: ShardSpec, dst: ShardSpec, mesh: Mesh) -> list[Step]:
     """The steps from `src` to `dst`; empty where every rank already holds its part.
 
     In this order, whatever applies first: slices (free, and all that follows works on less), scattering a partial value
-    into place, moving an axis into place by an all-to-all, reducing what stays whole, gathering one axis. An axis is cut
-    into the innermost place of a factor and taken from there, so that the parts stay those of a spec.
+    into place, moving borders or an axis into place by an all-to-all, reducing what stays whole, gathering one axis. An axis
+    is cut into the innermost place of a factor and taken from there, so that the parts stay those of a spec.
 
     Raises:
         SpecError: different shapes, or `dst` is partial where `src` is not.
@@ -101,7 +118,8 @@ def _candidates(src: ShardSpec, dst: ShardSpec, mesh: Mesh) -> Iterator[list[Ste
 class _Resharding:
     """Works through the moves from `now` to `goal`, whose dims have factors of the same sizes.
 
-    Dims that cannot be cut alike go through `stay`: the stretches in question whole, all else as wanted already.
+    Dims that cannot be cut alike go through `stay`: the stretches in question whole, all else as wanted already; but where one
+    axis splits them on both sides, ranks exchange what lies between the borders.
     """
 
     def __init__(self, src: ShardSpec, dst: ShardSpec, mesh: Mesh) -> None:
@@ -109,9 +127,10 @@ class _Resharding:
         pairs = [_align(s, d, mesh) for s, d in zip(src.dims, dst.dims, strict=True)]
         self.now = ShardSpec(tuple(p.now for p in pairs), src.partial)
         late = {axis for p in pairs for axis in p.late}
+        self.shifts = [(k, j, n, dim) for k, p in enumerate(pairs) for j, n, dim in p.shifts]
         keep = [p for p in src.partial if p in dst.partial or p[0] in late]
         self.goal = ShardSpec(tuple(p.goal for p in pairs), tuple(keep))
-        while self._slice() or self._scatter() or self._move() or self._reduce() or self._gather():
+        while self._slice() or self._scatter() or self._shift() or self._move() or self._reduce() or self._gather():
             pass
         if late or self.now.canonical(mesh) != dst:
             stay = self.now.canonical(mesh)
@@ -137,6 +156,18 @@ class _Resharding:
             if op is not None:
                 return self._go("reduce_scatter", axis, _push(_reduced(self.now, axis), k, j, axis), op)
         return False
+
+    def _shift(self) -> bool:
+        if not self.shifts:
+            return False
+        k, j, n, dim = self.shifts.pop()  # from the right, so that the positions of the others stay
+
+        def shifted(spec: ShardSpec) -> ShardSpec:
+            return spec.with_dim(k, (*spec.dims[k][:j], *dim, *spec.dims[k][j + n :]))
+
+        self.goal = shifted(self.goal)
+        (axis,) = dim_axes(dim)
+        return self._go("all_to_all", axis, shifted(self.now))
 
     def _move(self) -> bool:
         for k, j, axis in self._missing():
@@ -186,33 +217,43 @@ class _Resharding:
 
 @dataclass(frozen=True)
 class _Aligned:
-    """Two dims as factors of the same sizes; `late` are axes that the second dim has where no common cut exists."""
+    """Two dims as factors of the same sizes; `late` are axes that the second dim has where no common cut exists.
+
+    `shifts`: (position, count, what is wanted) of factors that one axis splits on both sides, at other borders.
+    """
 
     now: Dim
     goal: Dim
     late: tuple[str, ...] = ()
+    shifts: tuple[tuple[int, int, Dim], ...] = ()
 
 
 def _align(dim: Dim, other: Dim, mesh: Mesh) -> _Aligned:
     """Both dims cut at the common borders of their finest factors.
 
     A stretch between two common borders that is one factor in both is a pair; so is one that can be written as one factor
-    (``6@x`` and ``6@(x,y)``, whose finest forms cross). In any other the axes of the first dim are to be gathered, and
-    those of the second come later, from whole elements: its goal is the first dim without axes.
+    (``6@x`` and ``6@(x,y)``, whose finest forms cross). Where one axis splits both, it is a shift. In any other the axes of
+    the first dim are to be gathered, and those of the second come later, from whole elements: its goal is the first dim
+    without axes.
     """
     now: list[Factor] = []
     goal: list[Factor] = []
     late: list[str] = []
+    shifts: list[tuple[int, int, Dim]] = []
     for a, b in _stretches(list(finest_dim(dim, mesh)), list(finest_dim(other, mesh))):
         one, two = _joined(a, mesh), _joined(b, mesh)
         if one is not None and two is not None:
             now.append(one)
             goal.append(two)
+        elif len(dim_axes(a)) == 1 and dim_axes(a) == dim_axes(b):
+            shifts.append((len(now), len(a), tuple(b)))
+            now += a
+            goal += a
         else:
             now += a
             goal += [Factor(f.size) for f in a]
             late += dim_axes(b)
-    return _Aligned(tuple(now), tuple(goal), tuple(late))
+    return _Aligned(tuple(now), tuple(goal), tuple(late), tuple(shifts))
 
 
 def _stretches(a: list[Factor], b: list[Factor]) -> Iterator[tuple[Dim, Dim]]:

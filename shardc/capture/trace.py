@@ -18,6 +18,7 @@ from shardc.capture.compare import Carry, after
 from shardc.capture.effects import Effects
 from shardc.capture.floats import as_float
 from shardc.capture.numbers import Number, is_symbol, symbol
+from shardc.capture.outputs import module_outputs
 from shardc.capture.precision import compute_in
 from shardc.capture.recorder import Recorder
 from shardc.capture.results import flatten
@@ -123,6 +124,7 @@ class Trace:
                 self.module_names[id(self.twin.memo[ident])] = path
             self.recorder.seed(0)
             around = (
+                module_outputs(self.module_names, self._value_of, self.program.outputs),
                 compute_in(self.precision), _torch.compiling(), optimizers(self), schedulers(self), host_random(),
                 _torch.when_printed(self._printed), _torch.float_in_lbfgs(as_float),
             )  # fmt: skip
@@ -272,6 +274,10 @@ class Trace:
         if node is not None:
             self.versions.setdefault(node, path)
         return node
+
+    def _value_of(self, tensor: Tensor) -> fx.Node | None:
+        """The node whose value a tensor of the trace is now."""
+        return self.recorder.node_of(_torch.current_value(tensor)) if isinstance(tensor, FunctionalTensor) else None
 
     def _edited(self, twin: Tensor) -> None:
         path = self.paths.get(id(twin))

@@ -41,6 +41,7 @@ def annotate(program: Program, options: Options) -> Program:
         if node.target is CONSTRAIN:
             spec = pinned(str(node.args[1])).to_spec(out.type(node).shape, out.mesh, where=out.info[node].where)
             out.info[node] = out.info[node].but(spec=spec, why="constrain")
+    _activations(out, options)
     for path, node in list(out.exit.items()):
         out.exit[path] = _left_in(out, node, out.slots[path])
     if options.microbatches > 1:
@@ -196,6 +197,36 @@ def _inputs(program: Program, options: Options) -> None:
             f"inputs pattern {next(iter(unused))!r} matches no input tensor",
             hint=f"the inputs are {', '.join(program.inputs) or 'none'}",
         )
+
+
+def _activations(program: Program, options: Options) -> None:
+    """Pin what modules return.
+
+    Raises:
+        OptionError: a pattern that matches no module's result.
+        SpecError: a result that has another pin already, or that the module took from the step's inputs or state as it is.
+    """
+    mesh = program.mesh
+    assert mesh is not None
+    for pattern, p in options.activations.items():
+        hits = [path for path in program.outputs if _matches(path, pattern)]
+        if not hits:
+            some = ", ".join([*program.outputs][:4]) or "none"
+            raise OptionError(
+                f"activations pattern {pattern!r} matches no module's result", hint=f"results are named like {some}"
+            )
+        why = f"activations[{pattern!r}]"
+        for path in hits:
+            for node in program.outputs[path]:
+                info = program.info[node]
+                spec = p.to_spec(program.type(node).shape, mesh, where=path)
+                if node.op != "call_function":
+                    raise SpecError(f"{why}: the module returns {info.module} as it is", where=path,
+                                    hint="pin an input by `inputs`, a parameter by `params`")  # fmt: skip
+                if info.spec not in (None, spec):
+                    raise SpecError(f"contradicting pins: {info.why} says {info.spec}, {why} says {spec}", where=path,
+                                    hint="make the patterns disjoint")  # fmt: skip
+                program.info[node] = info.but(spec=spec, why=why)
 
 
 def _first_axes(p: P) -> object:

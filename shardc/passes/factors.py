@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
+import torch
 from torch import fx
 
 from shardc.errors import ShardcError
@@ -32,14 +33,25 @@ def rule_of(program: Program, node: fx.Node) -> Rule:
         raise type(e)(e.what, where=info.where or e.where, hint=e.hint) from e
 
 
-def choose(rule: Rule, specs: Sequence[ShardSpec], busy: set[str], mesh: Mesh) -> tuple[dict[str, Dim], str]:
+def choose(
+    rule: Rule,
+    specs: Sequence[ShardSpec],
+    busy: set[str],
+    mesh: Mesh,
+    first: Mapping[str, Dim] | None = None,
+    pinned: Collection[int] = (),
+    split_unevenly: bool = True,
+) -> tuple[dict[str, Dim], str]:
     """How each factor is split, given how the operands lie; and why, in words.
 
     Args:
         busy: axes over which a reduction stays pending; they cannot split a factor.
+        first: factors whose split is decided: operands are moved to fit.
+        pinned: positions of operands that lie as the user pinned them: the others are moved, whatever their size.
+        split_unevenly: whether a dim that is cut inside its elements may move its borders; else it is gathered.
     """
-    weight: dict[tuple[str, Dim], int] = {}
-    for spec, factors in zip(specs, rule.operands, strict=True):
+    weight: dict[tuple[str, Dim], tuple[bool, int]] = {}
+    for k, (spec, factors) in enumerate(zip(specs, rule.operands, strict=True)):
         if not spec.axes:
             continue
         size = math.prod(spec.shape)
@@ -47,19 +59,43 @@ def choose(rule: Rule, specs: Sequence[ShardSpec], busy: set[str], mesh: Mesh) -
             if not names or not dim_axes(dim):
                 continue
             parts = (dim,) if len(names) == 1 else split_dim(dim, [rule.sizes[f] for f in names], mesh)
+            if parts is None and split_unevenly:
+                parts = uneven(dim, names, rule, mesh)
             for name, part in zip(names, parts or (), strict=False):
                 if dim_axes(part) and rule.kind(name) != WHOLE:
                     key = (name, canonical_dim(part, mesh))
-                    weight[key] = weight.get(key, 0) + max(size, 1)
-    split: dict[str, Dim] = {}
-    used = set(busy)
-    for name, dim in sorted(weight, key=lambda key: -weight[key]):
-        axes = set(dim_axes(dim))
+                    by_user, sum_ = weight.get(key, (False, 0))
+                    weight[key] = (by_user or k in pinned, sum_ + max(size, 1))
+    split = dict(first or {})
+    used = busy.union(*map(dim_axes, split.values()))
+    for name, dim in sorted(weight, key=lambda key: weight[key], reverse=True):
+        mine = split.get(name, ())
         shared = {a for other, d in split.items() if (name, other) in rule.tied for a in dim_axes(d)}
-        if name not in split and not axes & (used - shared):
-            split[name] = dim
-            used |= axes
+        taken = frozenset(used - shared - set(dim_axes(mine)))
+        left = canonical_dim(tuple(replace(f, axes=_before(f.axes, taken)) for f in dim), mesh)
+        if dim_axes(left) and (not mine or is_free(ShardSpec((mine,)), ShardSpec((left,)), mesh)):  # what is cut finer stays so
+            split[name] = left
+            used |= set(dim_axes(left))
     return split, ", ".join(f"{name} over {','.join(dim_axes(dim))}" for name, dim in split.items())
+
+
+def uneven(dim: Dim, names: Sequence[str], rule: Rule, mesh: Mesh) -> tuple[Dim, ...]:
+    """How a dim is split whose parts end inside elements of its major factor (9 numbers of heads of 6): by whole elements of
+    that, unevenly, if moving there and back sends less than gathering the dim; else not at all."""
+    sizes = [rule.sizes[f] for f in names]
+    parts = [(Factor(n),) for n in sizes]
+    major = next(k for k, n in enumerate(sizes) if n > 1 or k == len(sizes) - 1)
+    parts[major] = (Factor(sizes[major], dim_axes(dim)),)
+    here, there = ShardSpec((dim,)), ShardSpec((join_dims(parts),)).canonical(mesh)
+    gathered = _elements(here, ShardSpec.replicated(here.shape), mesh)
+    if major == len(sizes) - 1 or _elements(here, there, mesh) + _elements(there, here, mesh) >= gathered:
+        parts[major] = (Factor(sizes[major]),)
+    return tuple(parts)
+
+
+def _elements(src: ShardSpec, dst: ShardSpec, mesh: Mesh) -> int:
+    """What a rank sends from one layout to another, in elements."""
+    return sum(step.nbytes(torch.uint8, mesh) for step in reshard(src, dst, mesh))
 
 
 def required(factors: Factors, rule: Rule, split: dict[str, Dim], mesh: Mesh) -> ShardSpec:
@@ -80,6 +116,25 @@ def result_specs(rule: Rule, split: dict[str, Dim], partial: set[tuple[str, str]
         pending = {(a, "sum" if kind not in ("max", "min") else kind) for a, kind in gone if kind != "pass"} | partial
         out.append(required(factors, rule, split, mesh).with_partial(pending).canonical(mesh))
     return out
+
+
+def split_of_result(rule: Rule, spec: ShardSpec, mesh: Mesh) -> dict[str, Dim] | None:
+    """How the factors are split where the one result lies as `spec`; None where it cannot."""
+    factors = rule.results[0]
+    assert factors is not None
+    split: dict[str, Dim] = {}
+    for dim, names in zip(spec.dims, factors, strict=True):
+        if not dim_axes(dim):
+            continue
+        parts = split_dim(dim, [rule.sizes[f] for f in names], mesh) if names else None
+        if parts is None:
+            return None
+        for name, part in zip(names, parts, strict=True):
+            if dim_axes(part):
+                if rule.kind(name) == WHOLE:
+                    return None
+                split[name] = part
+    return split
 
 
 def made_factors(

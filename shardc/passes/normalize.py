@@ -41,7 +41,7 @@ def normalize(program: Program, options: Options) -> Program:
 def _table(program: Program, options: Options) -> dict[Any, Any]:
     """Operators to decompose -> how. Where weights are split, a product may be partial before its bias is added."""
     pinned = any(n.target is torch.ops.shardc.constrain.default for n in program.graph.nodes)
-    return dict(decompositions(split_products=bool(options.params) or pinned))
+    return dict(decompositions(split_products=bool(options.params or options.activations) or pinned))
 
 
 class _Normalization(Rewriter):

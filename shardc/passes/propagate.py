@@ -14,37 +14,26 @@ Example (dp=2): ``mm(x: [8@dp, 4], w: [4@dp, 6])`` becomes ``reshard(w) -> [4, 6
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
 from torch import fx
 
 from shardc.options import TIME, Options
-from shardc.passes.factors import choose, made_factors, required, result_specs, rule_of
-from shardc.passes.graphs import Rewriter, is_cast, is_getitem, is_op, kept, operands, reshard, without_dead
+from shardc.passes.borders import Crossing, crossings, notes, sent
+from shardc.passes.factors import choose, is_free, made_factors, required, result_specs, rule_of, split_of_result
+from shardc.passes.graphs import Rewriter, is_cast, is_getitem, is_op, is_view, kept, operands, reshard, without_dead
 from shardc.passes.inline import Tracer
-from shardc.passes.selection import (
-    NONZERO,
-    NONZERO_PART,
-    READS,
-    WRITES,
-    Places,
-    axes_of,
-    follow,
-    indexed_spec,
-    indices_of,
-    mask_spec,
-    positions_of,
-    rows_spec,
-    with_parts,
-)
+from shardc.passes.pins import decided, pinned_axes, wanted_result
+from shardc.passes.selection import NONZERO, READS, WRITES, Selections
 from shardc.passes.sink import sink
-from shardc.passes.split import aligned, wanted_result, write_out
+from shardc.passes.split import aligned, write_out
 from shardc.passes.undivided import undivided, whole_matrices
 from shardc.program import Draw, Phase, Program, SlotKind, Specs, TensorType, op_name
 from shardc.rules import split_forms
 from shardc.rules.rule import Rule
-from shardc.spec import Factor, ShardSpec, dim_axes
+from shardc.spec import Dim, Factor, ShardSpec, dim_axes
 
 aten = torch.ops.aten
 ALIAS = aten.alias.default
@@ -52,13 +41,22 @@ ROWS_WHOLE = torch.ops.aten.embedding_dense_backward.default
 
 
 def propagate(program: Program, options: Options) -> Program:
-    work = _Propagation(program, options)
-    return sink(work.run(), {work.env[n] for n in work.undivided if n in work.env})
+    first = _Propagation(program, options)
+    out = first.sunk()
+    if not first.crossings:
+        return out
+    whole = _Propagation(program, options, uneven=False).sunk()
+    split, gathered = sent(out), sent(whole)
+    out = out if split <= gathered else whole
+    out.notes += notes(first.crossings, split <= gathered, min(split, gathered), max(split, gathered))
+    return out
 
 
 class _Propagation(Rewriter):
-    def __init__(self, program: Program, options: Options) -> None:
+    def __init__(self, program: Program, options: Options, uneven: bool = True) -> None:
         super().__init__(program.copy())  # operators that are written out are replaced in it
+        self.uneven = uneven  # a dim cut inside its elements is split unevenly, else gathered
+        self.crossings: list[Crossing] = []
         program = self.old
         self.options = options
         rows = [program.type(n).shape[0] for n in program.nodes if n.target is NONZERO]
@@ -74,8 +72,15 @@ class _Propagation(Rewriter):
         self.moved: dict[tuple[fx.Node, ShardSpec, Phase | None], fx.Node] = {}  # (value, spec, phase of a slot read)
         self.settled: dict[fx.Node, fx.Node] = {}  # partial value -> its reduced form
         self.resting: dict[fx.Node, ShardSpec] = {}  # value at rest in a storage spec -> spec of its forward/backward reads
-        self.places: dict[fx.Node, Places] = {}  # positions that a selection gave -> the dims that they are in
+        self.pinned: set[fx.Node] = set()  # parameters with axes given by the user, and views and casts of them
+        self.views: dict[fx.Node, tuple[Rule, fx.Node, bool]] = {}  # view -> its rule, its source, whether others read that
+        self.selections = Selections(self)
         self.drawn: dict[fx.Node, Draw] = {}  # by the operator itself, also where its value is moved at once
+
+    def sunk(self) -> Program:
+        """The program with complete specs."""
+        out = self.run()
+        return sink(out, {self.env[n] for n in self.undivided if n in self.env})
 
     def run(self) -> Program:
         for node in self.old.nodes:
@@ -100,16 +105,16 @@ class _Propagation(Rewriter):
             if self.written_out(node):
                 return
             if node.target is NONZERO:
-                self.nonzero(node)
+                self.selections.nonzero(node)
             else:
                 if node.target in READS or node.target in WRITES:
-                    self.select(node)
+                    self.selections.select(node)
                 self.operator(node)
         else:
             self.number(node)
         if self.old.is_tensor(node):
             self.pin(node)
-            self.keep_places(node)
+            self.selections.follow(node)
 
     # -- one node ----------------------------------------------------------------------------------------------------
 
@@ -133,8 +138,8 @@ class _Propagation(Rewriter):
         if node in self.old.draws or node in self.undivided:
             return False
         if node.target in self.result_forms:
-            spec = wanted_result(self.old, node)
-            if spec is None or not self.splits_result(node, spec):
+            found = wanted_result(self.old, node)
+            if found is None or not self.splits_result(node, *found):
                 return False
             return self.in_parts(node, self.result_forms)
         if node.target not in self.forms:
@@ -159,10 +164,10 @@ class _Propagation(Rewriter):
         rule = rule_of(self.old, node)
         return whole_matrices(rule) if node in self.undivided else rule
 
-    def splits_result(self, node: fx.Node, spec: ShardSpec) -> bool:
-        """Whether a result that will rest in `spec` is wanted in parts that no operand gives."""
+    def splits_result(self, node: fx.Node, spec: ShardSpec, pinned: Sequence[str]) -> bool:
+        """Whether a result that will rest in `spec` is wanted in parts that no operand gives. Over `pinned` axes none does."""
         given = [self.spec(self.read(n, node)) for n in operands(self.old, node)]
-        taken = {a for s in given for a in s.axes} | {a for s in given for a, _ in s.partial}
+        taken = ({a for s in given for a in s.axes} - set(pinned)) | {a for s in given for a, _ in s.partial}
         return any(f.axes and f.axes[0] not in taken for f in spec.dims[0])
 
     def in_parts(self, node: fx.Node, forms: Tracer) -> bool:
@@ -185,10 +190,7 @@ class _Propagation(Rewriter):
         values = [self.read(n, node) for n in operands(self.old, node)]
         specs = [self.spec(v) for v in values]
         partial = self.partials(node, rule, values)
-        split, reasons = choose(rule, specs, {a for a, _ in partial}, self.mesh)
-        if rule.makes and (rest := wanted_result(self.old, node)) is not None:
-            taken = {a for dim in split.values() for a in dim_axes(dim)} | {a for a, _ in partial}
-            split |= made_factors(rule, [rest], self.mesh, frozenset(taken))
+        split, reasons = self.split(node, rule, values, {a for a, _ in partial})
         wanted = [required(factors, rule, split, self.mesh) for factors in rule.operands]
         ready: list[fx.Node] = []
         for k, (value, spec) in enumerate(zip(values, wanted, strict=True)):
@@ -202,56 +204,33 @@ class _Propagation(Rewriter):
         self.env[node] = new
         if node in self.old.draws:
             self.drawn[new] = self.old.draws[node]
+        if is_view(node) and rule.any_partial and len(ready) == 1 and ready[0].op == "call_function":
+            self.views[new] = (rule, ready[0], len(operands(self.old, node)[0].users) > 1)
+        if values and all(v in self.pinned for v in values) and (is_cast(node) or is_view(node)):
+            self.pinned.add(new)
         if is_cast(node) and values[0] in self.resting:  # it rests too, and is gathered after the cast, in fewer bytes
             self.resting[new] = self.resting[values[0]]
 
-    # -- selections --------------------------------------------------------------------------------------------------
-
-    def nonzero(self, node: fx.Node) -> None:
-        """Each rank lists its own part of the mask."""
-        (mask,) = operands(self.old, node)
-        value = self.read(mask, node)
-        value = self.move(value, mask_spec(self.spec(value)), node, "nonzero needs parts that are one run")
-        spec, info = self.spec(value), self.old.info[node]
-        rows = rows_spec(spec, self.old.type(node).shape[0]).canonical(self.mesh)
-        new = self.call(NONZERO_PART, (value, [0] * len(spec.dims)), {}, info.but(spec=rows, why="as its mask"), node.name)
-        self.env[node] = new
-        if spec.axes:
-            self.places[new] = spec.dims
-
-    def keep_places(self, node: fx.Node) -> None:
-        sources = [self.places[v] for v in (self.env[n] for n in positions_of(node)) if v in self.places]
-        if len(sources) == 1 and (found := follow(self.old, node, sources[0])) is not None:
-            self.places[self.env[node]] = found
-
-    def select(self, node: fx.Node) -> None:
-        """Turn a read or write at positions into one of parts, where all rows of a rank lie in its part."""
-        indices = indices_of(node)
-        found = [None if i is None else self.places.get(self.env[i]) for i in indices]
-        places = [None if p is None or len(p) != 1 else p[0] for p in found]
-        held = [i for i, p in zip(indices, places, strict=True) if i is not None and p is not None]
-        rows = {a for i in held for a in self.spec(self.env[i]).axes}
-        if not rows or axes_of(places) != rows:
-            return
-        (base, *_) = operands(self.old, node)
-        form = with_parts(node, indices, len(self.old.type(base).shape))
-        if form is None:
-            return
-        value = self.read(base, node)
-        here = [((Factor(n),) if i is not None else None) if p is None else p
-                for i, p, n in zip(indices, places, self.old.type(base).shape, strict=False)]  # fmt: skip
-        wanted = indexed_spec(self.spec(value), here, sorted(rows), self.mesh)
-        with self.old.graph.inserting_before(node):
-            source = self.old.graph.call_function(ALIAS, (base,))
-        self.old.info[source] = self.old.info[base].but(spec=None)
-        self.env[source] = self.move(value, wanted, node, "its rows are selected where they lie")
-        node.target, (_, *rest), node.kwargs = form[0], form[1], {}
-        node.args = (source, *rest)
+    def split(self, node: fx.Node, rule: Rule, values: Sequence[fx.Node], busy: set[str]) -> tuple[dict[str, Dim], str]:
+        """How the factors of an operator are split, and why."""
+        specs = [self.spec(v) for v in values]
+        update = self.old.info[node].phase == Phase.UPDATE
+        pinned = () if update else [k for k, v in enumerate(values) if v in self.pinned]
+        first = {} if update else decided(self.old, node, rule, busy)
+        split, reasons = choose(rule, specs, busy, self.mesh, first, pinned, self.uneven)
+        if self.uneven:
+            self.crossings += crossings(self.old, self.old.info[node].module, rule, specs)
+        if rule.makes and (rest := wanted_result(self.old, node)) is not None:
+            taken = {a for dim in split.values() for a in dim_axes(dim)} | busy
+            split |= made_factors(rule, [rest[0]], self.mesh, frozenset(taken))
+        return split, reasons
 
     def pin(self, node: fx.Node) -> None:
         pin = self.old.info[node].spec
         new = self.env[node]
         if node.op != "placeholder" and isinstance(pin, ShardSpec):
+            if node not in self.old.versions:
+                pin = self.in_time(pin, self.spec(new))
             at_once = self.options.zero >= 2  # a sharded accumulator: over the ranks in each microbatch
             self.env[node] = new = self.move(new, pin, node, self.old.info[node].why, at_once=at_once)
         path = self.old.versions.get(node)
@@ -260,6 +239,15 @@ class _Propagation(Rewriter):
             assert slot.storage is not None and slot.compute is not None
             if slot.kind != SlotKind.GRADIENT and slot.storage != slot.compute:
                 self.resting[new] = slot.compute
+            if slot.kind == SlotKind.PARAMETER and pinned_axes(self.old, node):
+                self.pinned.add(new)
+
+    def in_time(self, pin: ShardSpec, spec: ShardSpec) -> ShardSpec:
+        """A pin of an activation, whose dims that are split over time stay so where the pin says the same of the ranks."""
+        for k, (dim, same) in enumerate(zip(spec.dims, spec.without(TIME).canonical(self.mesh).dims, strict=True)):
+            if TIME in dim_axes(dim) and same == pin.dims[k]:
+                pin = pin.with_dim(k, dim)
+        return pin
 
     # -- values ------------------------------------------------------------------------------------------------------
 
@@ -277,7 +265,10 @@ class _Propagation(Rewriter):
             return value
         if is_cast(user) and self._narrows(user):
             return value
-        return self.move(value, self.resting[value], user, f"{phase} reads the compute spec", phase)
+        out = self.move(value, self.resting[value], user, f"{phase} reads the compute spec", phase)
+        if value in self.pinned:
+            self.pinned.add(out)
+        return out
 
     def _narrows(self, cast: fx.Node) -> bool:
         (source,) = operands(self.old, cast)
@@ -307,12 +298,16 @@ class _Propagation(Rewriter):
             info = self.info[value].but(spec=spec, why=why, phase=old.phase)
             if value.op == "placeholder":
                 info = info.but(line=old.line)
-            source = self._unscaled(value)
-            if source is None:
-                self.moved[key] = self.call(reshard, (value,), {}, info)
-            else:  # the quotient of a sum, as on one device, and not the sum of quotients
-                whole = self.move(source, spec, user, why, phase, at_once)
+            scaled, before = self._unscaled(value), self.before_view(value, spec)
+            if scaled is not None:  # the quotient of a sum, as on one device, and not the sum of quotients
+                whole = self.move(scaled, spec, user, why, phase, at_once)
                 self.moved[key] = self.call(value.target, (whole, *value.args[1:]), {}, info)  # type: ignore[arg-type]
+            elif before is not None:
+                base = self.move(self.views[value][1], before, user, why, phase, at_once)
+                args = (base, *value.args[1:])
+                self.moved[key] = self.call(value.target, args, dict(value.kwargs), info.but(why=self.info[value].why))  # type: ignore[arg-type]
+            else:
+                self.moved[key] = self.call(reshard, (value,), {}, info)
             if self.spec(value).partial:
                 self.settled[value] = self.moved[key]
         return self.moved[key]
@@ -325,6 +320,19 @@ class _Propagation(Rewriter):
         assert isinstance(source, fx.Node)
         same = self.info[source].type == self.info[value].type and self.info[source].spec == self.info[value].spec
         return source if same and all(op == "sum" for _, op in self.spec(value).partial) and self.spec(value).partial else None
+
+    def before_view(self, value: fx.Node, spec: ShardSpec) -> ShardSpec | None:
+        """What a view is of, as it has to lie for the view to be `spec`; None where the view itself is better moved: it is of
+        fewer elements, or nothing else is made of its source."""
+        if value not in self.views or is_free(self.spec(value), spec, self.mesh):
+            return None
+        rule, base, shared = self.views[value]
+        size, full = (math.prod(self.spec(n).shape) for n in (base, value))
+        split = split_of_result(rule, spec, self.mesh) if size < full or size == full and shared else None
+        if split is None or result_specs(rule, split, set(spec.partial), self.mesh) != [spec]:
+            return None
+        before = required(rule.operands[0], rule, split, self.mesh).with_partial(spec.partial)
+        return before if set(before.partial_axes) <= set(self.spec(base).partial_axes) else None
 
     def whole(self, value: fx.Node, user: fx.Node) -> fx.Node:
         """`value` on every rank."""

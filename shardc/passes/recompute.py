@@ -13,7 +13,7 @@ Example: ``h = gelu(up(x)); y = down(h)`` with ``x`` and ``y`` kept: the backwar
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import fx
@@ -109,7 +109,12 @@ class _Recomputation(Rewriter):
             draws[self.env[old]] = draw
             if old in self.again:
                 draws[self.again[old]] = draw
-        return self.finish(draws=draws)
+        outputs = {path: self.copies_of(nodes) for path, nodes in self.old.outputs.items()}
+        return self.finish(draws=draws, outputs=outputs)
+
+    def copies_of(self, nodes: Iterable[fx.Node]) -> tuple[fx.Node, ...]:
+        """What modules return, and return again."""
+        return tuple(table[n] for n in nodes for table in (self.env, self.again) if n in table)
 
     def value(self, node: fx.Node) -> fx.Node:
         """What a backward node sees of `node`: itself if it is kept or not an activation, else its copy."""

@@ -11,15 +11,18 @@ Example (dp=2): ``idx = nonzero(mask: [12@dp])``, ``index(x: [12@dp, 16], [idx])
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
 
 from shardc.mesh import Mesh
-from shardc.passes.graphs import is_getitem, is_op, is_view
+from shardc.passes.graphs import is_getitem, is_op, is_view, operands
 from shardc.program import Program
 from shardc.spec import Dim, Factor, ShardSpec, dim_axes
+
+if TYPE_CHECKING:
+    from shardc.passes.propagate import _Propagation
 
 aten = torch.ops.aten
 NONZERO = aten.nonzero.default
@@ -43,7 +46,7 @@ def rows_spec(mask: ShardSpec, rows: int) -> ShardSpec:
     return ShardSpec(((Factor(rows, mask.axes),), (Factor(len(mask.dims)),)))
 
 
-def follow(program: Program, node: fx.Node, places: Places) -> Places | None:
+def places_after(program: Program, node: fx.Node, places: Places) -> Places | None:
     """The places of what `node` makes of positions, where it takes them or some columns of them as they are."""
     if is_getitem(node):
         return (places[int(node.args[1])],)  # type: ignore[arg-type]
@@ -112,3 +115,60 @@ def indexed_spec(spec: ShardSpec, places: Sequence[Dim | None], rows: Sequence[s
 
 def axes_of(places: Sequence[Dim | None]) -> set[str]:
     return {a for d in places if d is not None for a in dim_axes(d)}
+
+
+class Selections:
+    """The selections of one program, as propagate meets them.
+
+    Args:
+        build: of propagate; it is given parts to compute with.
+    """
+
+    def __init__(self, build: _Propagation) -> None:
+        self.build = build
+        self.places: dict[fx.Node, Places] = {}  # positions that a selection gave -> the dims that they are in
+
+    def nonzero(self, node: fx.Node) -> None:
+        """Each rank lists its own part of the mask."""
+        build = self.build
+        (mask,) = operands(build.old, node)
+        value = build.read(mask, node)
+        value = build.move(value, mask_spec(build.spec(value)), node, "nonzero needs parts that are one run")
+        spec, info = build.spec(value), build.old.info[node]
+        rows = rows_spec(spec, build.old.type(node).shape[0]).canonical(build.mesh)
+        new = build.call(NONZERO_PART, (value, [0] * len(spec.dims)), {}, info.but(spec=rows, why="as its mask"), node.name)
+        build.env[node] = new
+        if spec.axes:
+            self.places[new] = spec.dims
+
+    def follow(self, node: fx.Node) -> None:
+        """Remember the places of what a node makes of positions."""
+        build = self.build
+        sources = [self.places[v] for v in (build.env[n] for n in positions_of(node)) if v in self.places]
+        if len(sources) == 1 and (found := places_after(build.old, node, sources[0])) is not None:
+            self.places[build.env[node]] = found
+
+    def select(self, node: fx.Node) -> None:
+        """Turn a read or write at positions into one of parts, where all rows of a rank lie in its part."""
+        build = self.build
+        indices = indices_of(node)
+        found = [None if i is None else self.places.get(build.env[i]) for i in indices]
+        places = [None if p is None or len(p) != 1 else p[0] for p in found]
+        held = [i for i, p in zip(indices, places, strict=True) if i is not None and p is not None]
+        rows = {a for i in held for a in build.spec(build.env[i]).axes}
+        if not rows or axes_of(places) != rows:
+            return
+        (base, *_) = operands(build.old, node)
+        form = with_parts(node, indices, len(build.old.type(base).shape))
+        if form is None:
+            return
+        value = build.read(base, node)
+        whole = [None if i is None else (Factor(n),) for i, n in zip(indices, build.old.type(base).shape, strict=False)]
+        here = [w if p is None else p for w, p in zip(whole, places, strict=True)]
+        wanted = indexed_spec(build.spec(value), here, sorted(rows), build.mesh)
+        with build.old.graph.inserting_before(node):
+            source = build.old.graph.call_function(aten.alias.default, (base,))
+        build.old.info[source] = build.old.info[base].but(spec=None)
+        build.env[source] = build.move(value, wanted, node, "its rows are selected where they lie")
+        node.target, (_, *rest), node.kwargs = form[0], form[1], {}
+        node.args = (source, *rest)

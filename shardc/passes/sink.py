@@ -1,7 +1,8 @@
 """sink: move slices towards the producers.
 
 Before: a value may be computed whole on every rank although all its uses take the same slice of it. After: such a value is
-computed in that slice, and so on through its operands, as long as no collective is added.
+computed in that slice, and so on through its operands, as long as no collective is added; and a value that was reduced or
+gathered to be cut goes into its slice at once.
 
 Example (dp=2): ``rand([8, 4]) -> [8, 4]; reshard -> [8@dp, 4]`` becomes ``rand([8, 4]) -> [8@dp, 4]``.
 """
@@ -13,14 +14,15 @@ from collections.abc import Collection
 import torch
 from torch import fx
 
-from shardc.passes.factors import is_free, required, result_specs, rule_of
+from shardc.options import TIME
+from shardc.passes.factors import is_free, required, result_specs, rule_of, split_of_result
 from shardc.passes.graphs import is_op, kept, operands, reshard
 from shardc.passes.inline import Tracer
 from shardc.passes.split import write_out
 from shardc.program import Program
+from shardc.reshard import reshard as steps
 from shardc.rules import split_forms
-from shardc.rules.rule import WHOLE, Rule
-from shardc.spec import Dim, ShardSpec, dim_axes, split_dim
+from shardc.spec import ShardSpec
 
 SCATTERS = (torch.ops.aten.scatter.src, torch.ops.aten.scatter_add.default)
 """Operators whose dim is whole, but of whose result a part can be made alone."""
@@ -36,7 +38,27 @@ def sink(program: Program, undivided: Collection[fx.Node] = ()) -> Program:
             spec = _common_slice(program, node)
             if spec is not None:
                 _respec(program, node, spec, forms)
+        elif node.target is reshard and node not in keep and node not in program.versions:
+            _join(program, node)
     return program
+
+
+def _join(program: Program, node: fx.Node) -> None:
+    """A change of layout of which only one slice is used goes there at once, where that sends no more: an all-reduce becomes a
+    reduce-scatter. Microbatches are cut as they were."""
+    mesh, spec = program.mesh, _common_slice(program, node)
+    assert mesh is not None
+    if spec is None or TIME in mesh.axes and TIME in {*spec.axes} - {*program.spec(node).axes}:
+        return
+    (source,) = node.all_input_nodes
+    dtype = program.type(node).dtype
+    now, then = (sum(s.nbytes(dtype, mesh) for s in steps(program.spec(source), to, mesh)) for to in (program.spec(node), spec))
+    if then <= now:
+        program.info[node] = program.info[node].but(spec=spec, why=next(iter(program.info[u].why for u in node.users)))
+        for user in list(node.users):
+            if user in program.versions:
+                program.versions[node] = program.versions.pop(user)
+            _replace(program, user, node)
 
 
 def _common_slice(program: Program, node: fx.Node) -> ShardSpec | None:
@@ -56,11 +78,11 @@ def _respec(program: Program, node: fx.Node, spec: ShardSpec, forms: Tracer) -> 
     mesh = program.mesh
     assert mesh is not None
     rule = rule_of(program, node)
-    split = _split_of_result(rule, spec, program)
+    split = split_of_result(rule, spec, mesh)
     if split is None and node.target in forms:  # written so that each rank takes what falls into its part
         (node,) = write_out(program, node, forms)
         rule = rule_of(program, node)
-        split = _split_of_result(rule, spec, program)
+        split = split_of_result(rule, spec, mesh)
     if split is None or result_specs(rule, split, set(), mesh) != [spec]:
         return
     values = operands(program, node)
@@ -88,24 +110,6 @@ def _respec(program: Program, node: fx.Node, spec: ShardSpec, forms: Tracer) -> 
             if user in program.versions:
                 program.versions[node] = program.versions.pop(user)
             _replace(program, user, node)
-
-
-def _split_of_result(rule: Rule, spec: ShardSpec, program: Program) -> dict[str, Dim] | None:
-    factors = rule.results[0]
-    assert factors is not None and program.mesh is not None
-    split: dict[str, Dim] = {}
-    for dim, names in zip(spec.dims, factors, strict=True):
-        if not dim_axes(dim):
-            continue
-        parts = split_dim(dim, [rule.sizes[f] for f in names], program.mesh) if names else None
-        if parts is None:
-            return None
-        for name, part in zip(names, parts, strict=True):
-            if dim_axes(part):
-                if rule.kind(name) == WHOLE:
-                    return None
-                split[name] = part
-    return split
 
 
 def _replace(program: Program, old: fx.Node, new: fx.Node) -> None:

@@ -19,7 +19,7 @@ from torch import fx
 from shardc.errors import PlanError
 from shardc.mesh import Mesh
 from shardc.passes.factors import choose, is_free, required
-from shardc.passes.graphs import is_cast, is_getitem, typed
+from shardc.passes.graphs import is_getitem, typed
 from shardc.passes.inline import SIZES, Tracer, types_of
 from shardc.program import Program, op_name
 from shardc.rules.rule import WHOLE, Rule
@@ -44,22 +44,6 @@ def aligned(rule: Rule, specs: Sequence[ShardSpec], mesh: Mesh) -> list[ShardSpe
         return None
     wanted = [required(factors, free, split, mesh) for factors in rule.operands]
     return [w if not s.partial and is_free(s, w, mesh) else s for s, w in zip(specs, wanted, strict=True)]
-
-
-def wanted_result(program: Program, node: fx.Node) -> ShardSpec | None:
-    """The spec in which a gradient will rest: of the first pinned value along its only use, through sums and casts."""
-    for _ in range(4):
-        spec = program.info[node].spec
-        if isinstance(spec, ShardSpec):
-            return spec
-        if len(node.users) != 1:
-            return None
-        (user,) = node.users
-        same = program.is_tensor(user) and program.is_tensor(node) and program.type(user).shape == program.type(node).shape
-        if not same or not (is_cast(user) or user.target in SCALES):
-            return None
-        node = user
-    return None
 
 
 def write_out(program: Program, node: fx.Node, tracer: Tracer) -> list[fx.Node]:

@@ -1,14 +1,17 @@
-"""Attention: batch and heads pass, keys and features are whole."""
+"""Attention: batch and heads pass, keys and features are whole.
+
+Heads of the query that share one of the key pass too; the gradient of that one is a sum over them.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from shardc.rules.call import Builder, Call, Draft, sets
-from shardc.rules.rule import WHOLE, DimFactors, Rule
+from shardc.rules.rule import PASS, SUM, WHOLE, DimFactors, Rule
 
 
-def _heads(draft: Draft, q: Sequence[int], k: Sequence[int]) -> tuple[list[DimFactors], list[DimFactors]]:
+def _heads(draft: Draft, q: Sequence[int], k: Sequence[int], backward: bool) -> tuple[list[DimFactors], list[DimFactors]]:
     """Leading dims of query and of key/value: heads of the query are (heads of the key) x (how many share one)."""
     lead = draft.fresh(q[:-3])
     if len(q) < 3:
@@ -17,7 +20,7 @@ def _heads(draft: Draft, q: Sequence[int], k: Sequence[int]) -> tuple[list[DimFa
         last = draft.new(q[-3])
         return [*lead, last], [*lead, last]
     shared = draft.new(k[-3])
-    return [*lead, (*shared, *draft.new(q[-3] // k[-3], WHOLE))], [*lead, shared]
+    return [*lead, (*shared, *draft.new(q[-3] // k[-3], SUM if backward else PASS))], [*lead, shared]
 
 
 def attention(backward: bool) -> Builder:
@@ -29,7 +32,7 @@ def attention(backward: bool) -> Builder:
         q, k, v = (call.operands[at[n] or 0].shape for n in ("query", "key", "value"))
         if len(q) != len(k) or q[:-3] != k[:-3] or k[:-2] != v[:-2] or len(q) > 2 and q[-3] % k[-3]:
             raise call.refuse("batch dims that are broadcast", "expand query, key and value to the same batch dims")
-        heads, shared = _heads(draft, q, k)
+        heads, shared = _heads(draft, q, k, backward)
         t = draft.new(q[-2], WHOLE if backward or call["is_causal"] else "pass")
         s, e = draft.new(k[-2], WHOLE), draft.new(q[-1], WHOLE)
         ev = e if v[-1] == q[-1] else draft.new(v[-1], WHOLE)
