@@ -121,3 +121,14 @@ def test_clipping_by_the_global_norm_reduces_one_number(zero: int) -> None:
     extra = clipped.communication.collectives - plain.communication.collectives
     assert extra == (0 if zero == 0 else 1)  # at stage 0 all ranks hold whole gradients
     assert clipped.communication.bytes_per_rank - plain.communication.bytes_per_rank == (6 if zero else 0)
+
+
+def test_gradients_of_activations_are_not_gradients_of_parameters() -> None:
+    """Over tp alone every value of the backward is whole once it is reduced; it is still an activation's."""
+    params = {"*up.weight": shardc.P("tp", None), "*up.bias": shardc.P("tp"), "*down.weight": shardc.P(None, "tp")}
+    model = Model()
+    compiled = shardc.compile(step(False), mesh=shardc.Mesh(dp=1, tp=4, simulated=True), params=params)
+    plan = compiled.lower(model, torch.optim.AdamW(model.parameters()), torch.zeros(16, 8, dtype=torch.int64))
+    assert [(row.group, row.phase, row.count) for row in plan.communication] == [
+        ("activations", "forward", 1), ("activations", "backward", 1),
+    ]  # fmt: skip

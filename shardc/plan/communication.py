@@ -84,13 +84,11 @@ def tally(
     instructions: Sequence[Instruction],
     mesh: Mesh,
     roles: Roles,
-    batch: Sequence[str],
     seconds: dict[str, float],
 ) -> Communication:
     """Rows of an instruction list.
 
     Args:
-        batch: the axes over which the batch is split.
         seconds: instruction name -> predicted time.
     """
     table: dict[tuple[str, str, str, str], list[float]] = {}
@@ -102,7 +100,7 @@ def tally(
         key = (i.step, i.out.dtype)
         if key not in memo:
             memo[key] = i.step.nbytes(i.out.dtype, mesh)
-        row = table.setdefault((roles.traffic(i, batch), i.step.kind, i.step.axis, i.phase), [0, 0, 0.0])
+        row = table.setdefault((roles.traffic(i), i.step.kind, i.step.axis, i.phase), [0, 0, 0.0])
         row[0] += 1
         row[1] += memo[key]
         row[2] += seconds.get(i.name, 0.0)

@@ -163,7 +163,7 @@ def _node(plan: Plan, i: Instruction) -> str:
     if isinstance(i, Collective):
         assert i.out.dtype is not None
         lines.append(f"step     {i.step}")
-        lines.append(f"sends    {size(i.step.nbytes(i.out.dtype, plan.mesh))} per rank, {plan.roles.traffic(i, plan.batch)}")
+        lines.append(f"sends    {size(i.step.nbytes(i.out.dtype, plan.mesh))} per rank, {plan.roles.traffic(i)}")
     if isinstance(i, Compute):
         for result, a in i.inplace:
             operand = i.args[a]

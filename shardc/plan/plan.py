@@ -72,7 +72,7 @@ class Plan:
 
     @cached_property
     def roles(self) -> Roles:
-        return Roles(self.instructions, self.slots, self.aliases)
+        return Roles(self.instructions, self.slots, self.aliases, self.batch)
 
     @cached_property
     def memory(self) -> Memory:
@@ -96,7 +96,7 @@ class Plan:
     @cached_property
     def communication(self) -> Communication:
         """Collectives of a step by kind, axis, phase and what they move."""
-        return tally(self.instructions, self.mesh, self.roles, self.batch, self._timing[1])
+        return tally(self.instructions, self.mesh, self.roles, self._timing[1])
 
     @property
     def batch(self) -> tuple[str, ...]:

@@ -31,10 +31,13 @@ class Roles:
         instructions: the instruction list.
         slots: path -> slot.
         aliases: of the same list.
+        batch: the axes over which the batch is split.
     """
 
-    def __init__(self, instructions: Sequence[Instruction], slots: Mapping[str, Slot], aliases: Aliases) -> None:
-        self.aliases, self.slots = aliases, slots
+    def __init__(
+        self, instructions: Sequence[Instruction], slots: Mapping[str, Slot], aliases: Aliases, batch: Sequence[str]
+    ) -> None:
+        self.aliases, self.slots, self.batch = aliases, slots, batch
         self.parameter: dict[Reg, str] = {}  # register -> the parameter whose value it holds, in any layout or dtype
         self.gathered: set[Reg] = set()  # those that came out of a collective
         self.phase: dict[Reg, str] = {}
@@ -116,13 +119,13 @@ class Roles:
         return out
 
     def _reduced(self, instructions: Sequence[Instruction]) -> set[Reg]:
-        """Whole values of the backward that follow from an all-reduce: a gradient that was reduced before its last operators
-        (those of a position table, say)."""
+        """Whole values of the backward that follow from an all-reduce over the batch: a gradient that was reduced before its
+        last operators (those of a position table, say)."""
         out: set[Reg] = set()
         for i in instructions:
             if i.phase != "backward":
                 continue
-            if isinstance(i, Collective) and i.step.kind == "all_reduce" and numel(i.step) > 1:
+            if isinstance(i, Collective) and i.step.kind == "all_reduce" and i.step.axis in self.batch and numel(i.step) > 1:
                 out.add(i.out.reg)
             elif isinstance(i, Compute) and any(r in out for r in uses_of(i)):
                 out.update(o.reg for o in outs_of(i) if o.spec is not None and o.spec.is_replicated)
@@ -141,7 +144,7 @@ class Roles:
             return "gradients"
         return "other" if self.phase.get(root) == "update" else "activations"
 
-    def traffic(self, i: Collective, batch: Sequence[str]) -> str:
+    def traffic(self, i: Collective) -> str:
         """What a collective moves: parameters, gradients, statistics (scalars, and sums over the batch), activations."""
         if i.src in self.parameter or i.out.reg in self.new_parameter:
             return "parameters"
@@ -149,7 +152,7 @@ class Roles:
             return "statistics"
         if i.out.reg in self.gradient or i.src in self.gradient:
             return "gradients"
-        if i.step.kind == "all_reduce" and i.step.axis in batch:
+        if i.step.kind == "all_reduce" and i.step.axis in self.batch:
             return "statistics"
         return "activations"
 
