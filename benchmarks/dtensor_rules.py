@@ -2,13 +2,13 @@
 
     python benchmarks/dtensor_rules.py [--samples 2] [--combinations 2500] [--seconds 60] [--only 'nn.functional.*']
 
-The calls are those that the first samples of each entry of torch's op_db make (float64, even sizes, two ranks). DTensor is judged
-by torch's own `strategy_validation`, which counts layouts of operands and results together, shardc by `shardc.rules.truth`, which
-counts layouts of operands: the shares compare, the counts do not. torch's tool runs a call once for every combination of
-placements of its operands (whole, each dim, four pending reductions) and of its results: with five operands these are 10^5 and
-more, hours for one call. Calls with more than `--combinations` of them, and those that take longer than `--seconds` of CPU time,
-are left out for both, by name. A call for which DTensor has no strategy counts for shardc alone; torch's tool does not count
-calls for which DTensor's strategies come out empty.
+The calls are those that the first samples of each entry of torch's op_db make (float64, even sizes, two ranks). DTensor is
+judged by torch's own `strategy_validation`, which counts layouts of operands and results together, shardc by
+`shardc.rules.truth`, which counts layouts of operands: the shares compare, the counts do not. torch's tool runs a call once for
+every combination of placements of its operands (whole, each dim, four pending reductions) and of its results: with five operands
+these are 10^5 and more, an hour and more for one call. Calls with more than `--combinations` of them, and those that take longer
+than `--seconds` of CPU time, are left out for both, by name. A call for which DTensor has no strategy counts for shardc alone;
+torch's tool does not count calls for which DTensor's strategies come out empty.
 """
 
 from __future__ import annotations
@@ -107,9 +107,12 @@ def entry_tallies(entry: Any, args: argparse.Namespace) -> tuple[Tally, Tally]:
     for sample in itertools.islice(full, args.samples):
         for op, values, named, made in validation.get_aten_op_for_sample(entry.op, sample, entry.name).all_ops:
             call, result = Sample(op, tuple(values), dict(named)), validation._check_ground_truth(made)
-            if result is None or not tensor_operands(call.args, call.kwargs, is_tensor) or str(call) in seen:
+            if str(call) in seen or not tensor_operands(call.args, call.kwargs, is_tensor):
                 continue
             seen.add(str(call))
+            if result is None:
+                theirs.lacking[f"{call}: left out, its result is no tensor, empty or zero, and tells nothing"] += 1
+                continue
             count = combinations(call, result)
             if count > args.combinations:
                 theirs.lacking[f"{call}: left out, {count:,} combinations"] += 1
