@@ -1,14 +1,15 @@
 """How many one-axis layouts of sixty common operators the rules of DTensor and of shardc know, on the same calls.
 
-    python benchmarks/dtensor_rules.py [--samples 2] [--combinations 2500] [--seconds 60] [--only 'nn.functional.*']
+    python benchmarks/dtensor_rules.py [--samples 1] [--combinations 2500] [--seconds 60] [--only 'nn.functional.*']
 
 The calls are those that the first samples of each entry of torch's op_db make (float64, even sizes, two ranks). DTensor is
 judged by torch's own `strategy_validation`, which counts layouts of operands and results together, shardc by
-`shardc.rules.truth`, which counts layouts of operands: the shares compare, the counts do not. torch's tool runs a call once for
-every combination of placements of its operands (whole, each dim, four pending reductions) and of its results: with five operands
-these are 10^5 and more, an hour and more for one call. Calls with more than `--combinations` of them, and those that take longer
-than `--seconds` of CPU time, are left out for both, by name. A call for which DTensor has no strategy counts for shardc alone;
-torch's tool does not count calls for which DTensor's strategies come out empty.
+`shardc.rules.truth`, which counts layouts of operands: the shares compare, the counts do not.
+
+torch's tool runs a call once for every combination of placements of its operands (whole, each dim, four pending reductions) and
+of its results: with five operands these are 10^5 and more, hours for one call. Calls with more than `--combinations` of them,
+and those that take longer than `--seconds` of CPU time, are left out for both, by name. A call for which DTensor has no strategy
+counts for shardc alone; torch's tool does not count calls for which DTensor's strategies come out empty.
 """
 
 from __future__ import annotations
@@ -140,7 +141,7 @@ def late(*_: object) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--samples", type=int, default=2, help="of each entry")
+    parser.add_argument("--samples", type=int, default=1, help="of each entry")
     parser.add_argument("--combinations", type=int, default=2500, help="of a call, at most")
     parser.add_argument("--seconds", type=float, default=60.0, help="of CPU time for a call, at most")
     parser.add_argument("--only", default="*", help="pattern of entries")

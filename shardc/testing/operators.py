@@ -281,7 +281,7 @@ def loss(w: Writer) -> str | None:
     regression = [f"F.mse_loss({x}, {y}, reduction='{how}')",
                   f"F.huber_loss({x}, {y}, reduction='{how}')",
                   f"F.binary_cross_entropy_with_logits({x}, {y}.sigmoid(), reduction='{how}')",
-                  f"F.kl_div(F.log_softmax({x}, -1), F.softmax({y}, -1), reduction='{how}')",
+                  f"F.kl_div(F.log_softmax({x}, -1), F.softmax({y}, -1), reduction='{how.replace('mean', 'batchmean')}')",
                   f"F.cosine_similarity({x}, {y}, dim={dim(w, x)})",
                   f"F.soft_margin_loss({x}, {z}.detach().tanh(), reduction='{how}')",
                   f"F.gaussian_nll_loss({x}, {y}, {z}.square() + 0.5, reduction='{how}')"]  # fmt: skip
