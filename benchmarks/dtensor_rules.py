@@ -6,10 +6,10 @@ The calls are those that samples of each entry of torch's op_db make (float64, e
 with the most dims. DTensor is judged by torch's own `strategy_validation`, which counts layouts of operands and results
 together, shardc by `shardc.rules.truth`, which counts layouts of operands: the shares compare, the counts do not.
 
-torch's tool runs a call once for every combination of placements of its operands (whole, each dim, four pending reductions) and
-of its results: with five operands these are 10^5 and more, hours for one call. Calls with more than `--combinations` of them,
-and those that take longer than `--seconds` of CPU time, are left out for both, by name. A call for which DTensor has no strategy
-counts for shardc alone; torch's tool does not count calls for which DTensor's strategies come out empty.
+torch's tool runs a call once for every combination of placements of its operands (whole, each dim, four pending reductions)
+and of its results: with five operands these are 10^5 and more, hours for one call. Calls with more than `--combinations` of
+them, and those that take longer than `--seconds` of CPU time, are left out for both, by name. A call for which DTensor has no
+strategy counts for shardc alone; torch's tool does not count calls for which DTensor's strategies come out empty.
 """
 
 from __future__ import annotations
