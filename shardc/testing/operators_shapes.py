@@ -28,7 +28,8 @@ def view(w: Writer) -> str | None:
     x = w.pick()
     if x is None:
         return None
-    rest, sizes = numel(w, x), []
+    sizes: list[int] = []
+    rest = numel(w, x)
     while rest > 1 and len(sizes) < 4:
         sizes.append(w.choose(*(n for n in range(1, rest + 1) if rest % n == 0)))
         rest //= sizes[-1]
