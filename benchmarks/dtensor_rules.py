@@ -1,14 +1,15 @@
 """How many one-axis layouts of sixty common operators the rules of DTensor and of shardc know, on the same calls.
 
-    python benchmarks/dtensor_rules.py [--samples 2] [--combinations 2500] [--seconds 60] [--only 'nn.functional.*']
+    python benchmarks/dtensor_rules.py [--samples 1] [--combinations 2500] [--seconds 60] [--jobs 2] [--only 'nn.functional.*']
 
-The calls are those that the first samples of each entry of torch's op_db make (float64, even sizes, two ranks). DTensor is judged
-by torch's own `strategy_validation`, which counts layouts of operands and results together, shardc by `shardc.rules.truth`, which
-counts layouts of operands: the shares compare, the counts do not. torch's tool runs a call once for every combination of
-placements of its operands (whole, each dim, four pending reductions) and of its results: with five operands these are 10^5 and
-more, hours for one call. Calls with more than `--combinations` of them, and those that take longer than `--seconds` of CPU time,
-are left out for both, by name. A call for which DTensor has no strategy counts for shardc alone; torch's tool does not count
-calls for which DTensor's strategies come out empty.
+The calls are those that samples of each entry of torch's op_db make (float64, even sizes, two ranks): of its first ten, those
+with the most dims. DTensor is judged by torch's own `strategy_validation`, which counts layouts of operands and results
+together, shardc by `shardc.rules.truth`, which counts layouts of operands: the shares compare, the counts do not.
+
+torch's tool runs a call once for every combination of placements of its operands (whole, each dim, four pending reductions)
+and of its results: with five operands these are 10^5 and more, hours for one call. Calls with more than `--combinations` of
+them, and those that take longer than `--seconds` of CPU time, are left out for both, by name. A call for which DTensor has no
+strategy counts for shardc alone; torch's tool does not count calls for which DTensor's strategies come out empty.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import argparse
 import fnmatch
 import itertools
 import math
+import multiprocessing
 import signal
 import sys
 import time
@@ -42,7 +44,7 @@ from shardc.rules.proof import prove, rule_of
 from shardc.rules.sample import Sample
 from shardc.rules.truth import known_layouts, true_layouts
 
-RANKS = 2
+RANKS, FIRST = 2, 10
 
 
 class Late(BaseException):
@@ -99,17 +101,25 @@ def of_shardc(call: Sample) -> Tally:
     return Tally(len(known), len(missing), len(false), 1)
 
 
+def width(sample: Any) -> int:
+    """The most dims of a tensor of a sample."""
+    return max((t.dim() for _, t in validation.extract_tensors_from_sample(sample)), default=-1)
+
+
 def entry_tallies(entry: Any, args: argparse.Namespace) -> tuple[Tally, Tally]:
     """DTensor's and shardc's, of the calls of one entry."""
     theirs, ours, seen = Tally(), Tally(), set()
-    samples = [s for s in entry.sample_inputs("cpu", torch.float64) if validation.extract_tensors_from_sample(s)]
+    samples = itertools.islice(entry.sample_inputs("cpu", torch.float64), FIRST)
     full = [s for s in samples if all(t.numel() for _, t in validation.extract_tensors_from_sample(s))]
-    for sample in itertools.islice(full, args.samples):
+    for sample in sorted(full, key=width, reverse=True)[: args.samples]:
         for op, values, named, made in validation.get_aten_op_for_sample(entry.op, sample, entry.name).all_ops:
             call, result = Sample(op, tuple(values), dict(named)), validation._check_ground_truth(made)
-            if result is None or not tensor_operands(call.args, call.kwargs, is_tensor) or str(call) in seen:
+            if str(call) in seen or not tensor_operands(call.args, call.kwargs, is_tensor):
                 continue
             seen.add(str(call))
+            if result is None:
+                theirs.lacking[f"{call}: left out, its result is no tensor, empty or zero, and tells nothing"] += 1
+                continue
             count = combinations(call, result)
             if count > args.combinations:
                 theirs.lacking[f"{call}: left out, {count:,} combinations"] += 1
@@ -135,33 +145,43 @@ def late(*_: object) -> None:
     raise Late
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--samples", type=int, default=2, help="of each entry")
-    parser.add_argument("--combinations", type=int, default=2500, help="of a call, at most")
-    parser.add_argument("--seconds", type=float, default=60.0, help="of CPU time for a call, at most")
-    parser.add_argument("--only", default="*", help="pattern of entries")
-    args = parser.parse_args()
+def prepare() -> None:
+    """What each process needs."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     signal.signal(signal.SIGPROF, late)
     for owner in (opinfo_core, common_ops):  # even sizes, as the tool's own command line does: DTensor's rules are for those
         owner.L, owner.M, owner.S, owner.XS = 24, 12, 4, 2
     dist.init_process_group("fake", rank=0, world_size=RANKS, store=FakeStore())
-    entries = {full_name(entry): entry for entry in _torch.operator_database()}
+
+
+def work(task: tuple[str, argparse.Namespace]) -> tuple[str, Tally, Tally, float]:
+    name, args = task
+    start = time.process_time()
+    torch.manual_seed(0)
+    entry = next(e for e in _torch.operator_database() if full_name(e) == name)
+    return name, *entry_tallies(entry, args), time.process_time() - start
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--samples", type=int, default=1, help="of each entry")
+    parser.add_argument("--combinations", type=int, default=2500, help="of a call, at most")
+    parser.add_argument("--seconds", type=float, default=60.0, help="of CPU time for a call, at most")
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--only", default="*", help="pattern of entries")
+    args = parser.parse_args()
     names = [name for name in COMMON if fnmatch.fnmatch(name, args.only)]
     theirs, ours, counted = Tally(), Tally(), 0
-    for k, name in enumerate(names, 1):
-        start = time.perf_counter()
-        torch.manual_seed(0)
-        a, b = entry_tallies(entries[name], args)
-        print(f"[{k}/{len(names)}] {name}: DTensor {a}; shardc {b}; {time.perf_counter() - start:.0f} s", flush=True)
-        for who, found in (("DTensor", a), ("shardc", b)):
-            for text, times in found.lacking.items():
-                print(f"    {who}: {text}{f' ({times} times)' if times > 1 else ''}", flush=True)
-        theirs.add(a)
-        ours.add(b)
-        counted += a.calls > 0
+    with multiprocessing.get_context("spawn").Pool(args.jobs, prepare) as pool:
+        for k, (name, a, b, seconds) in enumerate(pool.imap_unordered(work, [(name, args) for name in names]), 1):
+            print(f"[{k}/{len(names)}] {name}: DTensor {a}; shardc {b}; {seconds:.0f} s of CPU time", flush=True)
+            for who, found in (("DTensor", a), ("shardc", b)):
+                for text, times in found.lacking.items():
+                    print(f"    {who}: {text}{f' ({times} times)' if times > 1 else ''}", flush=True)
+            theirs.add(a)
+            ours.add(b)
+            counted += a.calls > 0
     print(f"DTensor, torch {torch.__version__}: {theirs}, {counted} of {len(names)} entries\nshardc: {ours}")
     return 0
 

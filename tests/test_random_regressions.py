@@ -97,3 +97,11 @@ def test_an_expanded_dim_is_split_by_the_slices_that_its_users_take() -> None:
 
     pins = {"weight": P("tp"), "bias": P("tp")}
     check(step, state(lambda: nn.Linear(24, 4)), batches((2, 24), (2, 4)), mesh={"tp": 3, "dp": 4}, zero=3, params=pins)
+
+
+def test_rows_repeated_by_a_tensor_of_counts() -> None:
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> Tensor:
+        rows = x.repeat_interleave(torch.tensor([1, 2, 1]), 0, output_size=4)
+        return train(model, optimizer, rows, y)
+
+    check(step, state(lambda: nn.Linear(5, 3)), batches((3, 5), (4, 3)), mesh={"dp": 2}, zero=3)

@@ -1,5 +1,5 @@
-"""The operators that `shardc.testing.pinned` writes programs of: each is a function that asks a `Writer` for operands and returns
-an expression, or None where nothing fits.
+"""The operators that `shardc.testing.pinned` writes programs of: each is a function that asks a `Writer` for operands and
+returns an expression, or None where nothing fits.
 
 `BOTH` are exact on whole numbers. `WHOLE_NUMBERS` are, but tie or jump on real numbers that should be equal and differ by
 rounding. `REAL_NUMBERS` divide, or have roots or exponentials.
@@ -38,7 +38,7 @@ def reducing(*texts: str, kind: str = "float", least: int = 1) -> Operator:
         d = w.choose(*(k for k, n in enumerate(w[x].shape) if n >= least))
         d = w.choose(d, d - w[x].dim())
         text: str = w.choose(*texts)
-        return text.format(x=x, d=d, k=w.choose(True, False), n=w.int(1, w[x].shape[d]))
+        return text.format(x=x, d=d, k=w.choose(True, False), n=w.number(1, w[x].shape[d]))
 
     return write
 
@@ -57,7 +57,7 @@ def sum_over(w: Writer) -> str | None:
     x = w.pick()
     if x is None:
         return None
-    dims = [k for k in range(w[x].dim()) if w.int(0, 1)]
+    dims = [k for k in range(w[x].dim()) if w.number(0, 1)]
     return f"{x}.sum({f'{dims}, keepdim={w.choose(True, False)}' if dims else ''})"
 
 
@@ -67,11 +67,11 @@ def where(w: Writer) -> str | None:
         return None
     shape = tuple(w[x].shape)
     if w.choose(True, False):
-        return f"{x}.masked_fill({w.mask(shape)}, {w.int(0, 2)})"
+        return f"{x}.masked_fill({w.mask(shape)}, {w.number(0, 2)})"
     return f"torch.where({w.mask(shape)}, {x}, {w.partner(shape)})"
 
 
-# -- products ------------------------------------------------------------------------------------------------------------------
+# -- products ----------------------------------------------------------------------------------------------------------------
 
 
 def matmul(w: Writer) -> str | None:
@@ -80,9 +80,9 @@ def matmul(w: Writer) -> str | None:
         return None
     *lead, n = w[x].shape
     if len(lead) >= 2 and w.choose(True, False):
-        batch = [m if w.int(0, 2) else 1 for m in lead[w.int(0, len(lead) - 1) : -1]]
+        batch = [m if w.number(0, 2) else 1 for m in lead[w.number(0, len(lead) - 1) : -1]]
         return f"{x} @ {w.like(*batch, n, w.size())}"
-    return f"{x} @ {w.like(n, w.size()) if w.int(0, 3) else w.like(n)}"
+    return f"{x} @ {w.like(n, w.size()) if w.number(0, 3) else w.like(n)}"
 
 
 def einsum(w: Writer) -> str | None:
@@ -91,8 +91,8 @@ def einsum(w: Writer) -> str | None:
         return None
     left = "abc"[: w[x].dim()]
     sizes = {**dict(zip(left, w[x].shape, strict=True)), "d": w.size()}
-    right = "".join(w.draw_order([c for c in left if w.int(0, 2)] + (["d"] if w.int(0, 1) else [])))
-    kept = [c for c in dict.fromkeys(left + right) if w.int(0, 2)]
+    right = "".join(w.draw_order([c for c in left if w.number(0, 2)] + (["d"] if w.number(0, 1) else [])))
+    kept = [c for c in dict.fromkeys(left + right) if w.number(0, 2)]
     y = w.like(*(sizes[c] for c in right))
     return f'torch.einsum("{left},{right}->{"".join(w.draw_order(kept))}", {x}, {y})'
 
@@ -112,7 +112,7 @@ def fused_sum(w: Writer) -> str | None:
     *b, n, k = w[x].shape
     m = w.size()
     name, added = ("baddbmm", (*b, n, m)) if b else ("addmm", (n, m))
-    return f"torch.{name}({w.partner(added)}, {x}, {w.like(*b, k, m)}, beta={w.int(0, 2)}, alpha={w.int(1, 2)})"
+    return f"torch.{name}({w.partner(added)}, {x}, {w.like(*b, k, m)}, beta={w.number(0, 2)}, alpha={w.number(1, 2)})"
 
 
 def outer(w: Writer) -> str | None:
@@ -120,7 +120,7 @@ def outer(w: Writer) -> str | None:
     return f"torch.outer({x}, {w.like(w.size())})" if x else None
 
 
-# -- by index --------------------------------------------------------------------------------------------------------------------
+# -- by index -----------------------------------------------------------------------------------------------------------------
 
 
 def select(w: Writer) -> str | None:
@@ -129,11 +129,11 @@ def select(w: Writer) -> str | None:
         return None
     d = dim(w, x)
     n = w[x].shape[d]
-    how = w.int(0, 3)
+    how = w.number(0, 3)
     if how == 0:
         return f"{x}.index_select({d}, {w.index(n, w.size())})"
     if how == 1:
-        return f"{x}[{':, ' * d}{w.index(n, w.size(), *([w.size()] if w.int(0, 1) else []))}]"
+        return f"{x}[{':, ' * d}{w.index(n, w.size(), *([w.size()] if w.number(0, 1) else []))}]"
     if how == 2 and w[x].dim() >= 2:
         size = w.size()
         return f"{x}[{w.index(w[x].shape[0], size)}, {w.index(w[x].shape[1], size)}]"
@@ -145,7 +145,7 @@ def gather(w: Writer) -> str | None:
     if x is None:
         return None
     d = dim(w, x)
-    shape = [m if w.int(0, 2) else w.int(1, m) for m in w[x].shape]
+    shape = [m if w.number(0, 2) else w.number(1, m) for m in w[x].shape]
     shape[d] = w.size()
     index = w.index(w[x].shape[d], *shape)
     return f"{w.choose('torch.gather')}({x}, {d}, {index})"
@@ -157,7 +157,7 @@ def scatter(w: Writer) -> str | None:
     if x is None:
         return None
     d = dim(w, x)
-    shape = [m if w.int(0, 2) else w.int(1, m) for m in w[x].shape]
+    shape = [m if w.number(0, 2) else w.number(1, m) for m in w[x].shape]
     if w.choose(True, False):
         shape[d] = w.size()
         return f"{x}.scatter_add({d}, {w.index(w[x].shape[d], *shape)}, {w.like(*shape)})"
@@ -194,16 +194,16 @@ def index_into(w: Writer) -> str | None:
 def embedding(w: Writer) -> str | None:
     table = w.pick(lambda t: t.dim() == 2) or w.fresh(w.size(), w.size())
     rows = w[table].shape[0]
-    shape = [w.size() for _ in range(w.int(1, 2))]
-    padding = w.choose("", f", padding_idx={w.int(0, rows - 1)}")
+    shape = [w.size() for _ in range(w.number(1, 2))]
+    padding = w.choose("", f", padding_idx={w.number(0, rows - 1)}")
     return f"F.embedding({w.index(rows, *shape)}, {table}{padding})"
 
 
 def one_hot(w: Writer) -> str | None:
-    return f"F.one_hot({w.index(5, *[w.size() for _ in range(w.int(1, 2))])}, 5){w.choose('', '.to(torch.float64)')}"
+    return f"F.one_hot({w.index(5, *[w.size() for _ in range(w.number(1, 2))])}, 5){w.choose('', '.to(torch.float64)')}"
 
 
-# -- networks ----------------------------------------------------------------------------------------------------------------------
+# -- networks ----------------------------------------------------------------------------------------------------------------
 
 
 def conv(w: Writer) -> str | None:
@@ -212,28 +212,30 @@ def conv(w: Writer) -> str | None:
         return None
     _, c, *space = w[x].shape
     groups = w.choose(1, c)
-    kernel = [w.int(1, min(3, n)) for n in space]
-    back = w.int(0, 3) == 3
-    out = groups * w.int(1, 3)
+    kernel = [w.number(1, min(3, n)) for n in space]
+    back = w.number(0, 3) == 3
+    out = groups * w.number(1, 3)
     weight = w.like(*((c, out // groups) if back else (out, c // groups)), *kernel)
     bias = w.choose("None", w.fresh(out))
     name = f"conv{'_transpose' if back else ''}{len(space)}d"
-    return f"F.{name}({x}, {weight}, {bias}, stride={w.int(1, 2)}, padding={w.int(0, (min(kernel)) // 2)}, groups={groups})"
+    how = f"stride={w.number(1, 2)}, padding={w.number(0, min(kernel) // 2)}, groups={groups}"
+    return f"F.{name}({x}, {weight}, {bias}, {how})"
 
 
 def pool(w: Writer) -> str | None:
     x = w.pick(lambda t: t.dim() in (3, 4) and min(t.shape[2:]) >= 2)
     if x is None:
         return None
-    return f"F.{w.choose('avg', 'max') if w.exact else 'avg'}_pool{w[x].dim() - 2}d({x}, 2, {w.int(1, 2)})"
+    return f"F.{w.choose('avg', 'max') if w.exact else 'avg'}_pool{w[x].dim() - 2}d({x}, 2, {w.number(1, 2)})"
 
 
 def resize(w: Writer) -> str | None:
     x = w.pick(lambda t: t.dim() == 4)
     if x is None:
         return None
-    return w.choose(f'F.interpolate({x}, scale_factor=2, mode="nearest")', f"F.unfold({x}, (1, {w.int(1, min(2, w[x].shape[3]))}))",
-                    f"F.pad({x}, (1, 0, 0, 1), mode='replicate')")  # fmt: skip
+    wide = w.number(1, min(2, w[x].shape[3]))
+    return str(w.choose(f'F.interpolate({x}, scale_factor=2, mode="nearest")', f"F.unfold({x}, (1, {wide}))",
+                        f"F.pad({x}, (1, 0, 0, 1), mode='replicate')"))  # fmt: skip
 
 
 def softmax(w: Writer) -> str | None:
@@ -249,7 +251,8 @@ def norm(w: Writer) -> str | None:
     shape = w[x].shape
     n, c = shape[-1], shape[1]
     texts = [f"F.layer_norm({x}, ({n},), {w.fresh(n)}, {w.fresh(n)}, 0.1)", f"F.rms_norm({x}, ({n},), {w.fresh(n)}, 0.1)",
-             f"F.normalize({x}, dim={w.choose(0, -1)}, eps=0.1)", f"F.layer_norm({x}, {tuple(shape[1:])}, eps=0.1)"]  # fmt: skip
+             f"F.normalize({x}, dim={w.choose(0, -1)}, eps=0.1)",
+             f"F.layer_norm({x}, {tuple(shape[1:])}, eps=0.1)"]  # fmt: skip
     if len(shape) in (3, 4):
         texts += [f"F.group_norm({x}, {w.choose(1, c)}, {w.fresh(c)}, {w.fresh(c)}, 0.1)", f"F.instance_norm({x}, eps=0.1)"]
         texts += [f"F.batch_norm({x}, None, None, {w.fresh(c)}, {w.fresh(c)}, True, 0.1, 0.1)"] * 2
@@ -278,7 +281,7 @@ def loss(w: Writer) -> str | None:
     regression = [f"F.mse_loss({x}, {y}, reduction='{how}')",
                   f"F.huber_loss({x}, {y}, reduction='{how}')",
                   f"F.binary_cross_entropy_with_logits({x}, {y}.sigmoid(), reduction='{how}')",
-                  f"F.kl_div(F.log_softmax({x}, -1), F.softmax({y}, -1), reduction='{how}')",
+                  f"F.kl_div(F.log_softmax({x}, -1), F.softmax({y}, -1), reduction='{how.replace('mean', 'batchmean')}')",
                   f"F.cosine_similarity({x}, {y}, dim={dim(w, x)})",
                   f"F.soft_margin_loss({x}, {z}.detach().tanh(), reduction='{how}')",
                   f"F.gaussian_nll_loss({x}, {y}, {z}.square() + 0.5, reduction='{how}')"]  # fmt: skip
@@ -299,11 +302,13 @@ BOTH: dict[str, Operator] = {
     "where": where, "sum": sum_over,
     "cumsum": reducing("{x}.cumsum({d})"),
     "matmul": matmul, "einsum": einsum, "linear": linear, "fused_sum": fused_sum, "outer": outer,
-    "select": select, "gather": gather, "scatter": scatter, "index_into": index_into, "embedding": embedding, "one_hot": one_hot,
+    "select": select, "gather": gather, "scatter": scatter, "index_into": index_into, "embedding": embedding,
+    "one_hot": one_hot,
     "conv": conv, "pool": pool, "resize": resize,
 }  # fmt: skip
 WHOLE_NUMBERS: dict[str, Operator] = {
-    "relu": unary("torch.relu({x})", "{x}.abs()", "{x}.clamp(-2, 3)", "{x}.clamp_min(0)", "F.leaky_relu({x}, 0.5)", "{x}.sign()",
+    "relu": unary("torch.relu({x})", "{x}.abs()", "{x}.clamp(-2, 3)", "{x}.clamp_min(0)", "F.leaky_relu({x}, 0.5)",
+                  "{x}.sign()",
                   "F.hardtanh({x})", "F.relu6({x})", "torch.floor_divide({x}, 3)", "{x}.remainder(3)", "{x}.round()"),
     "compare": binary("{x} > {y}", "{x} == {y}", "{x}.le({y})", "torch.logical_and({x}, {y} > 1)", "torch.isclose({x}, {y})"),
     "chosen": binary("torch.maximum({x}, {y})", "torch.minimum({x}, {y})", "torch.fmod({x}, {y}.abs() + 1)"),
@@ -320,9 +325,11 @@ WHOLE_NUMBERS: dict[str, Operator] = {
                          kind="bool"),
 }  # fmt: skip
 REAL_NUMBERS: dict[str, Operator] = {
-    "smooth": unary("torch.tanh({x})", "F.gelu({x})", "F.silu({x})", "torch.sigmoid({x})", "F.softplus({x})", "{x}.sin()", "F.mish({x})",
+    "smooth": unary("torch.tanh({x})", "F.gelu({x})", "F.silu({x})", "torch.sigmoid({x})", "F.softplus({x})", "{x}.sin()",
+                    "F.mish({x})",
                     "{x}.tanh().exp()", "({x}.square() + 1).log()", "({x}.square() + 1).sqrt()", "({x}.square() + 1).rsqrt()",
-                    "{x}.erf()", "1 / ({x}.square() + 1)", "{x}.atan()", "F.logsigmoid({x})", "{x}.clamp(-2.1, 2.3)", "F.celu({x})"),
+                    "{x}.erf()", "1 / ({x}.square() + 1)", "{x}.atan()", "F.logsigmoid({x})", "{x}.clamp(-2.1, 2.3)",
+                    "F.celu({x})"),
     "quotient": binary("{x} / ({y}.square() + 1)", "torch.atan2({x}, {y}.square() + 1)", "torch.logaddexp({x}, {y})",
                        "torch.addcdiv({x}, {x}, {y}.square() + 1)", "torch.hypot({x}, {y} + 9)"),
     "mean": reducing("{x}.mean({d}, keepdim={k})", "{x}.mean()", "{x}.logsumexp({d}, {k})", "{x}.logcumsumexp({d})"),

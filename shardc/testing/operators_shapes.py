@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 def dim(w: Writer, x: str) -> int:
     """A dim of a value that has one."""
-    return w.int(0, w[x].dim() - 1)
+    return w.number(0, w[x].dim() - 1)
 
 
 def numel(w: Writer, x: str) -> int:
@@ -28,7 +28,8 @@ def view(w: Writer) -> str | None:
     x = w.pick()
     if x is None:
         return None
-    rest, sizes = numel(w, x), []
+    sizes: list[int] = []
+    rest = numel(w, x)
     while rest > 1 and len(sizes) < 4:
         sizes.append(w.choose(*(n for n in range(1, rest + 1) if rest % n == 0)))
         rest //= sizes[-1]
@@ -50,8 +51,8 @@ def merge_dims(w: Writer) -> str | None:
     x = w.pick(lambda t: t.dim() > 1)
     if x is None:
         return None
-    first = w.int(0, w[x].dim() - 2)
-    return f"{x}.flatten({first}, {w.int(first + 1, w[x].dim() - 1)})"
+    first = w.number(0, w[x].dim() - 2)
+    return f"{x}.flatten({first}, {w.number(first + 1, w[x].dim() - 1)})"
 
 
 def permute(w: Writer) -> str | None:
@@ -60,7 +61,8 @@ def permute(w: Writer) -> str | None:
         return None
     n = w[x].dim()
     order = w.draw_order(list(range(n)))
-    return str(w.choose(f"{x}.permute({listed(order)})", f"{x}.transpose({order[0]}, {order[1]})", f"{x}.movedim(0, {order[0]})",
+    return str(w.choose(f"{x}.permute({listed(order)})", f"{x}.transpose({order[0]}, {order[1]})",
+                        f"{x}.movedim(0, {order[0]})",
                         f"{x}.transpose({order[0]}, {order[1]}).contiguous()"))  # fmt: skip
 
 
@@ -70,7 +72,7 @@ def ones(w: Writer) -> str | None:
     if x is None:
         return None
     n = w[x].dim()
-    at = w.int(0, n)
+    at = w.number(0, n)
     shape = [*w[x].shape[:at], w.size(), *w[x].shape[at:]]
     texts = [f"{x}.unsqueeze({at})", f"{x}.squeeze()", f"{x}.unsqueeze({at}).expand({listed(shape)})"]
     if at == 0:
@@ -84,12 +86,12 @@ def piece(w: Writer) -> str | None:
         return None
     d = dim(w, x)
     n = w[x].shape[d]
-    start = w.int(0, n - 1)
-    stop = w.int(start + 1, n)
+    start = w.number(0, n - 1)
+    stop = w.number(start + 1, n)
     lead = ":, " * d
     return str(
         w.choose(f"{x}[{lead}{start}:{stop}]", f"{x}[{lead}{start}]", f"{x}.narrow({d}, {start}, {stop - start})",
-                 f"{x}[{lead}{start}::{w.int(2, 3)}]", f"{x}.select({d}, {start - n})", f"{x}[..., None, {w.int(0, 0)}:]")
+                 f"{x}[{lead}{start}::{w.number(2, 3)}]", f"{x}.select({d}, {start - n})", f"{x}[..., None, {w.number(0, 0)}:]")
     )  # fmt: skip
 
 
@@ -98,9 +100,9 @@ def turn(w: Writer) -> str | None:
     if x is None:
         return None
     d = dim(w, x)
-    dims = [k for k in range(w[x].dim()) if w.int(0, 1)] or [d]
-    return str(w.choose(f"{x}.flip({dims})", f"{x}.roll({w.int(-3, 4)}, {d})", f"{x}.roll({w.int(1, 9)})",
-                        f"{x}.roll({[w.int(-2, 2) for _ in dims]}, {dims})"))  # fmt: skip
+    dims = [k for k in range(w[x].dim()) if w.number(0, 1)] or [d]
+    return str(w.choose(f"{x}.flip({dims})", f"{x}.roll({w.number(-3, 4)}, {d})", f"{x}.roll({w.number(1, 9)})",
+                        f"{x}.roll({[w.number(-2, 2) for _ in dims]}, {dims})"))  # fmt: skip
 
 
 def pad(w: Writer) -> str | None:
@@ -108,13 +110,13 @@ def pad(w: Writer) -> str | None:
     if x is None:
         return None
     n = w[x].shape[-1]
-    before = w.int(-1 if n > 2 else 0, 2)
-    texts = [f"F.pad({x}, ({before}, {w.int(0, 2)}), value={w.int(0, 1)}.0)"]
+    before = w.number(-1 if n > 2 else 0, 2)
+    texts = [f"F.pad({x}, ({before}, {w.number(0, 2)}), value={w.number(0, 1)}.0)"]
     if w[x].dim() > 1:
-        texts.append(f"F.pad({x}, ({w.int(0, 1)}, 0, {w.int(0, 2)}, {w.int(0, 1)}))")
+        texts.append(f"F.pad({x}, ({w.number(0, 1)}, 0, {w.number(0, 2)}, {w.number(0, 1)}))")
     if w[x].dim() in (3, 4) and n > 1:
         rest = "" if w[x].dim() == 3 else ", 0, 0"
-        texts += [f'F.pad({x}, (1, {w.int(0, 1)}{rest}), mode="{mode}")' for mode in ("circular", "reflect")]
+        texts += [f'F.pad({x}, (1, {w.number(0, 1)}{rest}), mode="{mode}")' for mode in ("circular", "reflect")]
     return str(w.choose(*texts))
 
 
@@ -122,11 +124,11 @@ def tile(w: Writer) -> str | None:
     x = w.pick(lambda t: t.dim() > 0)
     if x is None:
         return None
-    times = [w.int(1, 2) for _ in range(w[x].dim() + w.int(0, 1))]
+    times = [w.number(1, 2) for _ in range(w[x].dim() + w.number(0, 1))]
     d = dim(w, x)
-    counts = f"torch.tensor({[w.int(1, 2) for _ in range(w[x].shape[d])]})"
+    counts = f"torch.tensor({[w.number(1, 2) for _ in range(w[x].shape[d])]})"
     total = f", output_size={sum(eval(counts[13:-1]))}"
-    return str(w.choose(f"{x}.repeat({listed(times)})", f"{x}.repeat_interleave({w.int(1, 3)}, {d})",
+    return str(w.choose(f"{x}.repeat({listed(times)})", f"{x}.repeat_interleave({w.number(1, 3)}, {d})",
                         f"{x}.tile({listed(times[-1:])})", f"{x}.repeat_interleave({counts}, {d}{total})"))  # fmt: skip
 
 
@@ -134,8 +136,8 @@ def triangle(w: Writer) -> str | None:
     x = w.pick(lambda t: t.dim() > 1)
     if x is None:
         return None
-    texts = [f"{x}.tril({w.int(-1, 1)})", f"{x}.triu({w.int(-1, 1)})", f"{x}.diagonal(0, {w.choose('0, 1', '1, 0', '-1, -2')})"]
-    return str(w.choose(*texts))
+    dims = w.choose("0, 1", "1, 0", "-1, -2")
+    return str(w.choose(f"{x}.tril({w.number(-1, 1)})", f"{x}.triu({w.number(-1, 1)})", f"{x}.diagonal(0, {dims})"))
 
 
 def windows(w: Writer) -> str | None:
@@ -144,7 +146,7 @@ def windows(w: Writer) -> str | None:
         return None
     d = dim(w, x)
     n = w[x].shape[d]
-    return str(w.choose(f"{x}.unfold({d}, {w.int(1, n)}, {w.int(1, 2)})", f"{x}.diff(dim={d})", f"torch.diag_embed({x})"))
+    return str(w.choose(f"{x}.unfold({d}, {w.number(1, n)}, {w.number(1, 2)})", f"{x}.diff(dim={d})", f"torch.diag_embed({x})"))
 
 
 def join(w: Writer) -> str | None:
@@ -153,8 +155,8 @@ def join(w: Writer) -> str | None:
         return None
     d = dim(w, x)
     other = list(w[x].shape)
-    if w.int(0, 2) == 0:
-        return f"torch.stack([{x}, {w.like(*other)}], {w.int(0, len(other))})"
+    if w.number(0, 2) == 0:
+        return f"torch.stack([{x}, {w.like(*other)}], {w.number(0, len(other))})"
     other[d] = w.size()
     return f"torch.cat([{x}, {w.like(*other)}{w.choose('', f', {x}')}], {w.choose(d, d - len(other))})"
 
@@ -166,14 +168,15 @@ def parts(w: Writer) -> str | None:
         return None
     d = w.choose(*(k for k, n in enumerate(w[x].shape) if n > 1))
     n = w[x].shape[d]
-    first = w.int(1, n - 1)
+    first = w.number(1, n - 1)
     least = -(-n // 3)
-    texts = [f"{x}.split([{first}, {n - first}], {d})", f"{x}.chunk(2, {d})", f"{x}.split({w.int(least, n)}, {d})",
+    texts = [f"{x}.split([{first}, {n - first}], {d})", f"{x}.chunk(2, {d})", f"{x}.split({w.number(least, n)}, {d})",
              f"{x}.tensor_split(2, {d})"]  # fmt: skip
     return str(w.choose(*texts, f"{x}.unbind({d})") if n <= 3 else w.choose(*texts))
 
 
 SHAPES: dict[str, Callable[[Writer], str | None]] = {
-    "view": view, "split_dim": split_dim, "merge_dims": merge_dims, "permute": permute, "ones": ones, "piece": piece, "turn": turn,
+    "view": view, "split_dim": split_dim, "merge_dims": merge_dims, "permute": permute, "ones": ones, "piece": piece,
+    "turn": turn,
     "pad": pad, "tile": tile, "triangle": triangle, "windows": windows, "join": join, "parts": parts,
 }  # fmt: skip

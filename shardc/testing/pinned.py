@@ -82,7 +82,7 @@ class Writer:
     def choose(self, *options: Any) -> Any:
         return self.draw(st.sampled_from(options))
 
-    def int(self, low: int, high: int) -> int:
+    def number(self, low: int, high: int) -> int:
         return self.draw(st.integers(low, high))
 
     def size(self) -> int:
@@ -97,7 +97,7 @@ class Writer:
         found = [name for name, t in self.values.items() if kind_of(t) == kind and where(t)]
         if not found:
             return None
-        return found[-1 - min(self.int(0, 3), len(found) - 1)]
+        return found[-1 - min(self.number(0, 3), len(found) - 1)]
 
     def fresh(self, *shape: int) -> str:
         """A new parameter."""
@@ -107,8 +107,8 @@ class Writer:
         """A value or parameter that broadcasts to `shape`: of its shape, or with dims of size one or left out."""
         if self.choose(True, False) and (old := self.pick(lambda t: fits(t.shape, shape))):
             return old
-        short = shape[self.int(0, len(shape)) if self.int(0, 2) == 0 else 0 :]
-        return self.fresh(*(1 if self.int(0, 3) == 3 else n for n in short))
+        short = shape[self.number(0, len(shape)) if self.number(0, 2) == 0 else 0 :]
+        return self.fresh(*(1 if self.number(0, 3) == 3 else n for n in short))
 
     def like(self, *shape: int) -> str:
         """A value of this very shape, or a parameter."""
@@ -118,20 +118,20 @@ class Writer:
 
     def index(self, below: int, *shape: int) -> str:
         """Whole numbers of 0 to `below` - 1: constants, a buffer, or made of an earlier value."""
-        how = self.int(0, 2)
+        how = self.number(0, 2)
         if how and (old := self.pick(lambda t: tuple(t.shape) == shape, "int")):
             return f"{old}.remainder({below})"
         if how == 2 and self.exact and (old := self.pick(lambda t: tuple(t.shape) == shape)):
             return f"{old}.detach().long().remainder({below})"
         count = math.prod(shape)
-        text = f"torch.tensor({[self.int(0, below - 1) for _ in range(count)]})"
+        text = f"torch.tensor({[self.number(0, below - 1) for _ in range(count)]})"
         text = text if len(shape) == 1 else f"{text}.view({', '.join(map(str, shape))})"
         return self._declare("i", text, shape, buffer=True) if how else text
 
     def order(self, size: int) -> str:
         """A permutation of 0 to `size` - 1, or a part of one."""
         order = self.draw(st.permutations(range(size)))
-        text = f"torch.tensor({list(order[: self.int(1, size)])})"
+        text = f"torch.tensor({list(order[: self.number(1, size)])})"
         return self._declare("i", text, (), buffer=True) if self.choose(True, False) else text
 
     def length(self, order: str) -> int:
@@ -147,8 +147,8 @@ class Writer:
             return old
         if self.exact and self.choose(True, False):
             return f"({self.partner(shape)} > 0)"
-        rest = [1 if self.int(0, 3) == 3 else n for n in shape]
-        bits = [self.int(0, 1) for _ in range(math.prod(rest))]
+        rest = [1 if self.number(0, 3) == 3 else n for n in shape]
+        bits = [self.number(0, 1) for _ in range(math.prod(rest))]
         return self._declare("m", f"torch.tensor({bits}).bool().view({rest})", tuple(rest), buffer=True)
 
     # -- writing -----------------------------------------------------------------------------------------------------------
@@ -175,7 +175,7 @@ class Writer:
             if self.exact and t.is_floating_point() and t.numel() and t.detach().abs().max() > WIDE:
                 self.write(f"{name}.clamp(-{self.size()}, 9)")
                 self.used.add(name)
-            elif self.int(0, 2):
+            elif self.number(0, 2):
                 self.pin(name)
         return True
 
@@ -292,8 +292,8 @@ def pinned_cases(
     kind = draw(st.sampled_from(["exact", "real"]))
     w = Writer(draw, mesh, kind == "exact")
     inputs = {}
-    for k, name in enumerate("xy"[: w.int(1, 2)]):
-        shape = [w.size() for _ in range(w.int(1, 4))]
+    for k, name in enumerate("xy"[: w.number(1, 2)]):
+        shape = [w.size() for _ in range(w.number(1, 4))]
         inputs[name] = f"numbers({100 + k}, {', '.join(map(str, shape))})"
         w.values[name] = eval(inputs[name], w.space)
     table = {name: write for name, write in (EXACT if w.exact else REAL).items() if not among or name in among}
@@ -308,7 +308,7 @@ def pinned_cases(
     options: dict[str, Any] = {}
     if zero := w.choose(0, 0, 1, 2, 3):
         options["zero"] = zero
-    if w.int(0, 5) == 5:
+    if w.number(0, 5) == 5:
         options["recompute"] = "full"
     free = {name: draw(pins(mesh, w.values[name].dim())) for name in inputs if w.choose(True, False)}
     if free:
