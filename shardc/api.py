@@ -6,6 +6,7 @@ import contextlib
 import contextvars
 import dataclasses
 import functools
+import inspect
 import os
 import re
 import zlib
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 
 from shardc import passes
-from shardc.capture import Captured, World, capture, observe
+from shardc.capture import OVERFLOW, Captured, Scaled, SlotRef, World, capture, observe
 from shardc.checkpoint.restore import Loading
 from shardc.checkpoint.steps import Checkpoints
 from shardc.decide import PlaceFirst, decider, dry
@@ -63,7 +64,8 @@ def compile(fn: Callable[..., Any] | None = None, /, **options: Any) -> Any:
         params: ``{"*.qkv.weight": P("tp", None)}``: specs of parameters by name pattern.
         microbatches: how many parts of the batch are computed one after another; the result is that of the whole batch.
         recompute: "full", or ``{"save": [names]}`` of `shardc.save_name`: activations that the backward computes again.
-        precision: "bf16" computes forward and backward in bfloat16; weights and optimizer state keep their dtype.
+        precision: "bf16" or "fp16": what forward and backward compute in; weights and optimizer state keep their dtype.
+            "fp16" scales the loss dynamically, inside the step.
         plan: path of a saved plan to run.
         seed, rng: of the random stream: "counter" (default; no dependence on the mesh) or "torch" (torch's own numbers).
         max_variants: bound on captured variants.
@@ -98,7 +100,7 @@ class CompiledStep:
 
     def __init__(self, fn: Callable[..., Any], options: Options) -> None:
         functools.update_wrapper(self, fn)
-        self.fn, self.options = fn, options
+        self.fn, self.options = fn if options.precision != "fp16" else Scaled(fn), options
         self.__name__: str = getattr(fn, "__name__", type(fn).__name__)
         self.variants = Variants()
         self.stats: StepStats | None = None
@@ -122,6 +124,11 @@ class CompiledStep:
             raise PlanError(f"{self.__name__} has no plan yet", hint="call it, or step.lower(*args)")
         return self._plan
 
+    @property
+    def loss_scale(self) -> float | None:
+        """The present scale of ``precision="fp16"``; None with any other precision."""
+        return self.fn.loss_scale.scale.item() if isinstance(self.fn, Scaled) else None
+
     def replan(self, **changes: Any) -> CompiledStep:
         """The same function with other options."""
         given = {k: getattr(self.options, k) for k in self.options.__dataclass_fields__} | changes
@@ -131,7 +138,7 @@ class CompiledStep:
             and not set(self.options.batch) <= set(changes["mesh"].axes)
         ):
             del given["batch"]
-        return CompiledStep(self.fn, Options.of(given))
+        return CompiledStep(inspect.unwrap(self.fn) if isinstance(self.fn, Scaled) else self.fn, Options.of(given))
 
     # -- running ---------------------------------------------------------------------------------------------------
 
@@ -179,7 +186,11 @@ class CompiledStep:
         """What the call can reach, checked against what the last step left; and where the step runs."""
         if self._host is None:
             world = self._observe(args, kwargs)
-            return world, self._settled(world)
+            host = self._settled(world)
+            if isinstance(self.fn, Scaled):  # beside the model
+                self.fn.loss_scale.to(next((t.device for t in map(SlotRef.get, world.slots.values()) if not t.is_meta), "cpu"))
+                world = self._observe(args, kwargs)
+            return world, host
         with self._host.together("call"):
             world = self._observe(args, kwargs)
             self._watch.check(world.slots.values())
@@ -334,7 +345,7 @@ class CompiledStep:
         with captured.effects.pretended(world, captured.program.slots):
             steady = self._observe(args, kwargs)
             later = not same_key(steady, world)
-            if later and not captured.program.guards:
+            if later and all(guard.line == OVERFLOW for guard in captured.program.guards):
                 captured = capture(self.fn, args, kwargs, steady, types, _device(mesh), decide, precision=precision)
             elif later:
                 captured.program.notes.append("of a first call: what later ones decide depends on the state that it leaves")

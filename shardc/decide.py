@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx
 
 from shardc import _torch
-from shardc.capture import Decide, World
+from shardc.capture import OVERFLOW, Decide, World
 from shardc.errors import PlanError
 from shardc.hosts import Call, Host, LocalHost, Streams
 from shardc.mesh import Mesh
@@ -45,8 +45,14 @@ def decider(host: Host, world: World, call: Call, streams: Streams, planned: Cal
 
 
 def dry(world: World, streams: Streams) -> Decide:
-    """Without a run, decisions are answered from real tensors of at most `DRY_LIMIT` bytes in this process."""
-    return Whole(world, streams.make, DRY_LIMIT)
+    """Without a run, decisions are answered from real tensors of at most `DRY_LIMIT` bytes in this process. A step in
+    float16 is planned as one that does not overflow."""
+    whole = Whole(world, streams.make, DRY_LIMIT)
+
+    def decide(program: Program, node: fx.Node, constants: dict[str, Tensor], line: str) -> float | int | bool:
+        return False if line == OVERFLOW else whole(program, node, constants, line)
+
+    return decide
 
 
 def prefix(program: Program, node: fx.Node) -> Program:

@@ -96,7 +96,7 @@ class Options:
         allowed = 'None, "full" or {"save": [names]}: "auto" is not implemented yet'
         _want(self.recompute in (None, "full") or saves, "recompute", self.recompute, allowed)
         _want(self.rng in ("counter", "torch"), "rng", self.rng, '"counter" or "torch"')
-        _want(self.precision in (None, "bf16"), "precision", self.precision, 'None or "bf16": "fp16" is not implemented yet')
+        _want(self.precision in (None, "bf16", "fp16"), "precision", self.precision, 'None, "bf16" or "fp16"')
         _want(
             self.seed is None or (isinstance(self.seed, int) and not isinstance(self.seed, bool)),
             "seed",

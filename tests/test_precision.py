@@ -103,5 +103,5 @@ def test_batch_normalisation_and_recurrent_modules() -> None:
 
 
 def test_what_is_not_there_is_refused() -> None:
-    with pytest.raises(OptionError, match="fp16"):
-        shardc.compile(train, precision="fp16")
+    with pytest.raises(OptionError, match="fp8"):
+        shardc.compile(train, precision="fp8")

@@ -2,9 +2,24 @@
 
 from shardc.capture.captured import Captured
 from shardc.capture.effects import Created, Effects
+from shardc.capture.loss_scale import OVERFLOW, Scaled
 from shardc.capture.results import Tree, rebuild
 from shardc.capture.trace import Decide, capture
 from shardc.capture.walk import observe
 from shardc.capture.world import SlotRef, World, why
 
-__all__ = ["Captured", "Created", "Decide", "Effects", "SlotRef", "Tree", "World", "capture", "observe", "rebuild", "why"]
+__all__ = [
+    "OVERFLOW",
+    "Captured",
+    "Created",
+    "Decide",
+    "Effects",
+    "Scaled",
+    "SlotRef",
+    "Tree",
+    "World",
+    "capture",
+    "observe",
+    "rebuild",
+    "why",
+]

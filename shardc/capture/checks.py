@@ -15,6 +15,7 @@ from shardc._torch import (
     UnsupportedOperatorException,
 )
 from shardc.capture.lines import is_user_code
+from shardc.capture.loss_scale import NAME as LOSS_SCALE
 from shardc.capture.world import World
 from shardc.errors import CaptureError, ShardcError
 from shardc.program import SlotKind
@@ -32,7 +33,8 @@ def check_storages_and_devices(world: World) -> None:
         tensors = {p: s.get() for p, s in world.slots.items() if s.kind in kinds} if kinds else dict(world.inputs)
         first: dict[str, str] = {}
         for path, t in tensors.items():
-            first.setdefault(str(t.device), path)
+            if not path.startswith(LOSS_SCALE):  # which is put beside the model by the first call
+                first.setdefault(str(t.device), path)
         if len(first) > 1:
             (d0, p0), (d1, p1) = list(first.items())[:2]
             raise CaptureError(

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shardc.capture.lines import is_user_code
+from shardc.capture.loss_scale import NAME, Scaled
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,8 @@ def code_names(code: types.CodeType) -> Iterator[str]:
 
 def named_values(fn: Callable[..., Any]) -> list[Resolved]:
     """What `fn`, and the user's functions that it names, reach through closures and globals and that may hold state."""
+    if isinstance(fn, Scaled):
+        return [*named_values(fn.__wrapped__), Resolved(NAME, fn.loss_scale, None, "")]
     out = list(bound_values(fn))
     seen: set[int] = set()
     queue = [f for f in (underlying(fn), underlying(inspect.unwrap(fn))) if f is not None]

@@ -13,7 +13,10 @@ STDLIB = frozenset(sys.stdlib_module_names) - {"__main__"} | {"numpy", "builtins
 
 
 def descends(cls: type) -> bool:
-    """Whether objects of a class are walked and copied attribute by attribute: Python classes outside the standard library."""
+    """Whether objects of a class are walked and copied attribute by attribute: modules, and Python classes outside the standard
+    library."""
+    if issubclass(cls, torch.nn.Module):
+        return True
     root = cls.__module__.split(".", 1)[0]
     if root == "torch":
         return cls.__module__.startswith(("torch.optim", "torch.nn", "torch.amp", "torch.cuda.amp"))

@@ -1,4 +1,4 @@
-"""`precision="bf16"`: forward and backward compute in bfloat16, the weights stay what they are.
+"""`precision="bf16"` or "fp16": forward and backward compute in that dtype, the weights stay what they are.
 
 While a module is called, the parameters of it and of its children read as casts of the masters, and floating-point inputs are
 cast; what it returns is float32 again, so that a loss is taken in float32. The casts are nodes of the program like any other:
@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 
 from shardc import _torch
 
-DTYPES = {"bf16": torch.bfloat16}
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 

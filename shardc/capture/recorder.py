@@ -114,17 +114,19 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def guard(self, node: fx.Node, value: float | int | bool) -> None:
         self.guards.append((node, value))
 
-    def decide(self, node: fx.Node, pytype: type) -> float | int | bool:
+    def decide(self, node: fx.Node, pytype: type, line: str = "", text: str = "") -> float | int | bool:
         """The value of a number of the step, as a decision that the program depends on from here: its guard.
+
+        `line` and `text` say where and what it is; by default the user's line.
 
         What follows from numbers that were decided on before is known, and needs no guard of its own.
         """
         known: float | int | bool | None = self._known(node)
         if known is not None:
             return known
-        line = self.line()
+        line = line or self.line()
         value: float | int | bool = pytype(self.ask(node, len(self.decisions), line))
-        self.decisions[node] = Guard(node, value, line, self.frames.text())
+        self.decisions[node] = Guard(node, value, line, text or self.frames.text())
         return value
 
     def _known(self, node: Any) -> Any:

@@ -17,11 +17,13 @@ from shardc.capture.checks import check_storages_and_devices, refusals
 from shardc.capture.compare import Carry, after
 from shardc.capture.effects import Effects
 from shardc.capture.floats import as_float
+from shardc.capture.loss_scale import Scaled
 from shardc.capture.numbers import Number, is_symbol, symbol
 from shardc.capture.outputs import module_outputs
 from shardc.capture.precision import compute_in
 from shardc.capture.recorder import Recorder
 from shardc.capture.results import flatten
+from shardc.capture.scaling import Scaling
 from shardc.capture.sparse import SparseGradients
 from shardc.capture.surroundings import host_random, optimizers, schedulers
 from shardc.capture.twin import Twin
@@ -57,7 +59,7 @@ def capture(
         input_types: global types of inputs of which the arguments hold a part.
         decide: gives the value of a number on which Python decides, from the program so far; see `Decide`.
         known: the first decisions of this call, in order, where they are known: they are not asked for.
-        precision: "bf16" computes forward and backward in bfloat16 (see `shardc.capture.precision`).
+        precision: "bf16" or "fp16": what forward and backward compute in (see `shardc.capture.precision`).
 
     Raises:
         CaptureError: the step does something that a program cannot hold; names what and the line.
@@ -106,6 +108,7 @@ class Trace:
         self.input_twins: dict[str, FunctionalTensor] = {}
         self.paths: dict[int, str] = {}  # id of a slot's twin -> path
         self.sparse = SparseGradients(self.recorder, self.paths)
+        self.scaling: Scaling | None = None
         self.stepped: set[str] = set()  # optimizers
         self.scheduled: list[tuple[str, tuple[Any, ...]]] = []  # calls of schedulers, for the host
 
@@ -117,7 +120,9 @@ class Trace:
             self._placeholders()
             args, kwargs = self._copy(self.args), {k: self._copy(v) for k, v in self.kwargs.items()}
             arguments = {name: self._copy(value) for name, value in world.arguments.items()}
-            fn = self._copy(self.fn)
+            fn = self._copy(self.fn.__wrapped__ if isinstance(self.fn, Scaled) else self.fn)
+            if isinstance(self.fn, Scaled):
+                self.scaling = Scaling(self, self._copy(self.fn.loss_scale))
             self._hooks()
             self._numbers()
             for ident, path in world.modules.items():
@@ -131,10 +136,13 @@ class Trace:
             with contextlib.ExitStack() as stack:
                 for context in around:
                     stack.enter_context(context)
+                if self.scaling is not None:
+                    stack.enter_context(self.scaling.inside())
                 result = fn(*args, **kwargs)
             self.sparse.active = False
             self.program.notes += self.sparse.notes()
-            effects = after(self, arguments)
+            overflow = self.scaling is not None and self.scaling.settle()
+            effects = self.scaling.unchanged() if self.scaling is not None and overflow else after(self, arguments)
             self._poll()
             self._results(result)
         self._finish(effects)
@@ -254,6 +262,8 @@ class Trace:
                 setattr(twin, name, self._copy(value))
             if not real.requires_grad:
                 continue
+            if self.scaling is not None:
+                twin.register_hook(self.scaling.unscale)
             for hook in (real._backward_hooks or {}).values():
                 twin.register_hook(self._copy(hook))
             twin.register_post_accumulate_grad_hook(self._gradient_hook(path))
@@ -266,6 +276,8 @@ class Trace:
             if isinstance(grad, FunctionalTensor):
                 self._version(f"{path}.grad", grad)
                 self.sparse.gradient(path, param, grad)
+                if self.scaling is not None:
+                    self.scaling.arrived(grad)
 
         return hook
 
