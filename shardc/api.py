@@ -37,7 +37,7 @@ DryRun = Callable[["CompiledStep", tuple[Any, ...], dict[str, Any]], None]
 _dry_run: contextvars.ContextVar[DryRun | None] = contextvars.ContextVar("shardc_dry_run", default=None)
 
 
-SHOWN = ("zero", "batch", "microbatches", "recompute", "precision", "rng", "seed", "inputs_are")
+SHOWN = ("zero", "batch", "params", "activations", "microbatches", "recompute", "precision", "rng", "seed", "inputs_are")
 """Options that a plan remembers and prints."""
 
 
@@ -62,6 +62,7 @@ def compile(fn: Callable[..., Any] | None = None, /, **options: Any) -> Any:
         inputs_are: "local" (each rank passes its own part; default under process groups) or "global".
         zero: 0 replicates, 1 shards optimizer state, 2 also gradients while they accumulate, 3 also parameters.
         params: ``{"*.qkv.weight": P("tp", None)}``: specs of parameters by name pattern.
+        activations: ``{"*.mlp": P("dp", "tp")}``: specs of what modules return, by the name pattern of the module.
         microbatches: how many parts of the batch are computed one after another; the result is that of the whole batch.
         recompute: "full", or ``{"save": [names]}`` of `shardc.save_name`: activations that the backward computes again.
         precision: "bf16" or "fp16": what forward and backward compute in; weights and optimizer state keep their dtype.

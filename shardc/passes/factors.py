@@ -76,7 +76,7 @@ def choose(
         if dim_axes(left) and (not mine or is_free(ShardSpec((mine,)), ShardSpec((left,)), mesh)):  # what is cut finer stays so
             split[name] = left
             used |= set(dim_axes(left))
-    return split, ", ".join(f"{name} over {','.join(dim_axes(dim))}" for name, dim in split.items())
+    return split, ", ".join(f"factor {name} over {','.join(dim_axes(dim))}" for name, dim in split.items())
 
 
 def uneven(dim: Dim, names: Sequence[str], rule: Rule, mesh: Mesh) -> tuple[Dim, ...]:

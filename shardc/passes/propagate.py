@@ -193,9 +193,10 @@ class _Propagation(Rewriter):
         split, reasons = self.split(node, rule, values, {a for a, _ in partial})
         wanted = [required(factors, rule, split, self.mesh) for factors in rule.operands]
         ready: list[fx.Node] = []
+        why = f"{op_name(node.target)} needs it so" + (f", with {reasons}" if reasons else "")
         for k, (value, spec) in enumerate(zip(values, wanted, strict=True)):
             stays = [p for p in specs[k].partial if p in partial]
-            ready.append(self.move(value, spec.with_partial(stays), node, f"{op_name(node.target)} needs it so"))
+            ready.append(self.move(value, spec.with_partial(stays), node, why))
         feed = iter(ready)
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: next(feed) if self.old.is_tensor(n) else self.env[n])
         result = result_specs(rule, split, {(a, out) for (a, _), out in partial.items()}, self.mesh)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from shardc.dtypes import short
 from shardc.errors import PlanError
 from shardc.instructions import Collective, Compute, Delete, Input, Instruction, Read, Ref, Reg, Write, outs_of, uses_of
+from shardc.plan.reasons import reasons, slot_reason
 from shardc.plan.text import seconds, size, table
 from shardc.program import Slot
 
@@ -30,7 +32,7 @@ def explain(plan: Plan, name: str) -> str:
         return _node(plan, plan.by_name[key])
     inside = [i for i in plan.instructions if i.module == name and isinstance(i, (Compute, Collective))]
     if inside:
-        return "\n".join([f"{name}: {len(inside)} nodes", *table([_line(plan, i) for i in inside], right=(3,))])
+        return _module(plan, name, inside)
     known = [
         *plan.slots,
         *(a for s in plan.slots.values() for a in s.aliases),
@@ -48,6 +50,17 @@ def explain(plan: Plan, name: str) -> str:
     )
 
 
+def _module(plan: Plan, name: str, inside: Sequence[Instruction]) -> str:
+    """The nodes of a module, what they cost, and where the layout of its forward's last value comes from."""
+    moves = [i for i in inside if isinstance(i, Collective) and i.step.kind != "slice"]
+    cost = f"{_cost(plan, moves, 'collectives')}; {seconds(sum(plan.seconds.get(i.name, 0.0) for i in inside))} in all"
+    lines = [f"{name}: {len(inside)} nodes; {cost}"]
+    last = next((i for i in reversed(inside) if i.phase == "forward" and outs_of(i)), None)
+    if last is not None:
+        lines += [f"split    %{last.name} {line}" for line in reasons(plan, outs_of(last)[0])]
+    return "\n".join([*lines, *table([_line(plan, i) for i in inside], right=(3, 4))])
+
+
 def _slot(plan: Plan, slot: Slot) -> str:
     n = plan.sizes.slot_bytes(slot)
     frozen = ", frozen" if slot.kind == "parameter" and not slot.trainable else ""
@@ -63,18 +76,19 @@ def _slot(plan: Plan, slot: Slot) -> str:
     others = [s.path for s in plan.slots.values() if s.of == slot.path]
     if others:
         lines.append(f"owns     {', '.join(others)}")
-    lines.append(f"why      {_reason(plan, slot)}")
+    lines.append(f"why      {slot_reason(plan, slot)}")
     lines.append(f"life     {_life(plan, slot)}")
-    rows = [_line(plan, i) for i in _moves(plan, slot)]
-    if rows:
-        lines += ["moved by", *("  " + row for row in table(rows, right=(3,)))]
+    moves = _moves(plan, slot)
+    if moves:
+        lines.append(f"moved by {_cost(plan, moves, 'steps')}")
+        lines += ["  " + row for row in table([[*_line(plan, i), plan.why.get(i.name, "")] for i in moves], right=(3, 4))]
     values = _values(plan, slot)
     readers = [
         i for i in plan.instructions
         if isinstance(i, Compute) and any(r in values for r in uses_of(i)) and not any(o.reg in values for o in outs_of(i))
     ]  # fmt: skip
     if readers:
-        lines += ["read by", *("  " + row for row in table([_line(plan, i) for i in readers], right=(3,)))]
+        lines += ["read by", *("  " + row for row in table([_line(plan, i) for i in readers], right=(3, 4)))]
     writes = [i for i in plan.instructions if isinstance(i, (Write, Delete)) and i.slot == slot.path]
     for i in writes:
         if isinstance(i, Delete):
@@ -82,22 +96,8 @@ def _slot(plan: Plan, slot: Slot) -> str:
             continue
         maker = plan.by_name[plan.makers[i.src]]
         how = " in place" if plan.aliases.owner(i.src) == slot.path else ""
-        lines += [f"written{how} by", *("  " + row for row in table([_line(plan, maker)], right=(3,)))]
+        lines += [f"written{how} by", *("  " + row for row in table([_line(plan, maker)], right=(3, 4)))]
     return "\n".join(lines)
-
-
-def _reason(plan: Plan, slot: Slot) -> str:
-    zero = plan.options.get("zero", 0)
-    if slot.storage is None or slot.compute is None:
-        return "no layout was chosen"
-    pinned = f"pinned to {slot.compute} by params" if slot.compute.axes else ""
-    if not slot.storage.same(slot.compute, plan.mesh):
-        added = [a for a in slot.storage.axes if a not in slot.compute.axes]
-        split = f"zero={zero} splits it over {', '.join(added)} while it rests"
-        return f"{pinned}; {split}" if pinned else split
-    if pinned:
-        return pinned
-    return next((r.reason for r in plan.replicated if r.name == slot.path), "whole: nothing asks for a split")
 
 
 def _life(plan: Plan, slot: Slot) -> str:
@@ -118,10 +118,16 @@ def _values(plan: Plan, slot: Slot) -> set[Reg]:
     return {r for r, root in plan.aliases.root.items() if root in roots and r not in plan.aliases.updated}
 
 
-def _moves(plan: Plan, slot: Slot) -> list[Instruction]:
+def _cost(plan: Plan, moves: Sequence[Collective], what: str) -> str:
+    sent, time = sum(_sent(plan, i) for i in moves), sum(plan.seconds.get(i.name, 0.0) for i in moves)
+    noun = what if len(moves) != 1 else what.removesuffix("s")
+    return f"{len(moves)} {noun}: {size(sent)} sent per rank, {seconds(time)} (predicted)"
+
+
+def _moves(plan: Plan, slot: Slot) -> list[Collective]:
     """Collectives on the slot's value, and on the value that replaces it (its gradient's reductions, for gradient slots)."""
     values = _values(plan, slot)
-    out: list[Instruction] = [i for i in plan.instructions if isinstance(i, Collective) and i.src in values]
+    out = [i for i in plan.instructions if isinstance(i, Collective) and i.src in values]
     for w in plan.instructions:
         if isinstance(w, Write) and w.slot == slot.path:
             out += [c for c in _behind(plan, slot, w.src) if c not in out]
@@ -158,12 +164,12 @@ def _node(plan: Plan, i: Instruction) -> str:
             kind = plan.roles.category(root)
             view = "" if root == o.reg else f", shares the storage of %{plan.makers[root]}"
             lines.append(f"result   {short(o.dtype)}{o.spec}, per rank [{local}], {size(plan.sizes.nbytes(o))}, {kind}{view}")
+            lines += [f"split    {line}" for line in reasons(plan, o)]
     if i.name in plan.why:
         lines.append(f"why      {plan.why[i.name]}")
     if isinstance(i, Collective):
-        assert i.out.dtype is not None
         lines.append(f"step     {i.step}")
-        lines.append(f"sends    {size(i.step.nbytes(i.out.dtype, plan.mesh))} per rank, {plan.roles.traffic(i)}")
+        lines.append(f"sends    {size(_sent(plan, i))} per rank, {plan.roles.traffic(i)}")
     if isinstance(i, Compute):
         for result, a in i.inplace:
             operand = i.args[a]
@@ -182,11 +188,10 @@ def _node(plan: Plan, i: Instruction) -> str:
 
 
 def _line(plan: Plan, i: Instruction) -> list[str]:
-    """One row: name, operator, result, bytes sent, phase and source."""
+    """One row: name, operator, result, bytes sent, predicted time, phase and source."""
     sent = ""
     if isinstance(i, Collective):
-        assert i.out.dtype is not None
-        sent = size(i.step.nbytes(i.out.dtype, plan.mesh))
+        sent = size(_sent(plan, i))
         op = f"{i.step.kind}@{i.step.axis}"
     elif isinstance(i, Compute):
         op = i.op.removesuffix(".default")
@@ -195,4 +200,11 @@ def _line(plan: Plan, i: Instruction) -> list[str]:
         op = f"{type(i).__name__.lower()} {what}"
     made = [f"{short(o.dtype)}{o.spec}" if o.dtype is not None else "number" for o in outs_of(i)]
     where = ", ".join(x for x in (i.phase, i.module, i.line) if x)
-    return [f"%{i.name}", op, " ".join(made), sent, where]
+    time = seconds(plan.seconds[i.name]) if i.name in plan.seconds else ""
+    return [f"%{i.name}", op, " ".join(made), sent, time, where]
+
+
+def _sent(plan: Plan, i: Collective) -> int:
+    """Bytes that a rank sends."""
+    assert i.out.dtype is not None
+    return i.step.nbytes(i.out.dtype, plan.mesh)
