@@ -309,7 +309,8 @@ BOTH: dict[str, Operator] = {
 WHOLE_NUMBERS: dict[str, Operator] = {
     "relu": unary("torch.relu({x})", "{x}.abs()", "{x}.clamp(-2, 3)", "{x}.clamp_min(0)", "F.leaky_relu({x}, 0.5)",
                   "{x}.sign()",
-                  "F.hardtanh({x})", "F.relu6({x})", "torch.floor_divide({x}, 3)", "{x}.remainder(3)", "{x}.round()"),
+                  "F.hardtanh({x})", "F.relu6({x})", "torch.div({x}, 3, rounding_mode='floor')",
+                  "{x}.detach().floor_divide(3)", "{x}.remainder(3)", "{x}.round()"),
     "compare": binary("{x} > {y}", "{x} == {y}", "{x}.le({y})", "torch.logical_and({x}, {y} > 1)", "torch.isclose({x}, {y})"),
     "chosen": binary("torch.maximum({x}, {y})", "torch.minimum({x}, {y})", "torch.fmod({x}, {y}.abs() + 1)"),
     "max": reducing("{x}.max({d}, keepdim={k})", "{x}.min({d}, keepdim={k})", "{x}.detach().amax({d}, keepdim={k})",
