@@ -228,13 +228,18 @@ def test_mixed_devices() -> None:
     refuse(step, "several devices: model.0.weight on cpu, model.extra.weight on meta", model, optimizer, x, y, line=False)
 
 
-def test_sparse_gradients() -> None:
+def test_sparse_gradients_from_before() -> None:
+    """Those of the step itself are dense in the program (test_sparse_gradients.py)."""
+
     def step(model: Any, x: Tensor) -> Tensor:
         loss = model(x).sum()
         loss.backward()
         return loss
 
-    refuse(step, "sparse", nn.Embedding(5, 3, sparse=True), torch.tensor([1, 2]), line=False)
+    table, ids = nn.Embedding(5, 3, sparse=True), torch.tensor([1, 2])
+    step(table, ids)
+    with pytest.raises(CaptureError, match="model.weight has layout torch.sparse_coo"):
+        observe(step, (table, ids), {})
 
 
 def test_numpy_of_a_tensor() -> None:
