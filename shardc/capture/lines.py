@@ -56,10 +56,11 @@ def asks_itself() -> bool:
     frame = sys._getframe(1)
     converts = False
     while frame is not None:
-        code = frame.f_code
-        if not code.co_filename.startswith((_SHARDC, _CONVERSIONS, _SYMBOLS)):
-            return converts and is_user_code(code)
-        converts = converts or code.co_filename == _CONVERSIONS
+        name = frame.f_code.co_filename
+        if name == _CONVERSIONS:
+            converts = True
+        elif converts or not name.startswith((_SHARDC, _SYMBOLS)):
+            return converts and is_user_code(frame.f_code)
         frame = frame.f_back  # type: ignore[assignment]
     return False
 

@@ -17,6 +17,7 @@ from shardc.capture.sizes import Sizes
 from shardc.capture.values import Values
 from shardc.errors import CaptureError
 from shardc.program import Draw, Info, Phase, TensorType, Types, op_name
+from shardc.rules import writes_one_value
 
 aten = torch.ops.aten
 RANGES = (aten.arange.default, aten.arange.start, aten.arange.start_step, aten.linspace.default)
@@ -78,6 +79,8 @@ class Selections:
         """
         if func is aten.nonzero.default:
             return self.positions(args[0])
+        if func is aten.index_put.default and writes_one_value(*args[:3]):
+            return None  # a choice by the mask, which needs no positions
         if func in (aten.index.Tensor, aten.index_put.default) and any(map(_is_mask, args[1])):
             return self.tape.__torch_dispatch__(func, (), (args[0], self.indices(args[1]), *args[2:]), kwargs)
         if func is aten.masked_select.default:
