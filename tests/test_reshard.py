@@ -86,6 +86,9 @@ def test_the_reference_refuses_wrong_steps() -> None:
     ("[8@dp, 6]", "[8, 6@dp]", {"dp": 3}, ["all_to_all@dp [8, 6@dp]"]),
     ("[8@dp, 8@tp]", "[8@tp, 8]", {"dp": 2, "tp": 2}, ["all_gather@dp [8, 8@tp]", "all_to_all@tp [8@tp, 8]"]),
     ("[8@(dp,tp), 6]", "[8@dp, 6@tp]", {"dp": 2, "tp": 3}, ["all_to_all@tp [8@dp, 6@tp]"]),
+    # one axis on both sides, at other borders
+    ("[5, 18@tp]", "[5, 3@tp·6]", {"tp": 2}, ["all_to_all@tp [5, 3@tp·6]"]),
+    ("[7@dp, 18@tp]", "[7, 3@tp·6]", {"dp": 2, "tp": 2}, ["all_to_all@tp [7@dp, 3@tp·6]", "all_gather@dp [7, 3@tp·6]"]),
     # gathers only what differs
     ("[8@(dp,tp)]", "[8@dp]", {"dp": 3, "tp": 2}, ["all_gather@tp [8@dp]"]),
     ("[6@(dp,tp)]", "[2·3@tp]", {"dp": 2, "tp": 3}, ["all_gather@dp [2·3@tp]"]),
@@ -137,6 +140,7 @@ def test_no_plan_sends_more_than_reducing_and_gathering_everything(data: st.Data
     ("reduce_scatter", "[8] +sum@dp", "[8@dp]", 8 * 4 * 3 // 4),
     ("all_reduce", "[8] +sum@dp", "[8]", 2 * 8 * 4 * 3 // 4),
     ("all_to_all", "[8@dp, 4]", "[8, 4@dp]", 2 * 4 * 4 * 3 // 4),
+    ("all_to_all", "[5, 36@dp]", "[5, 6@dp·6]", 5 * 9 * 4),  # rank 3 of parts of 9 keeps nothing of 12, 12, 12, 0
     ("slice", "[8]", "[8@dp]", 0),
 ])  # fmt: skip
 def test_bytes_follow_the_ring_convention(kind: str, src: str, dst: str, sent: int) -> None:

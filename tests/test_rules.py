@@ -98,8 +98,11 @@ def test_attention_splits_batch_and_heads_and_groups_of_heads() -> None:
     op = torch.ops.shardc.sdpa.default
     out = (f64(2, 6, 5, 4), f64(2, 6, 5))
     assert str(rule_for(op, (q, k, k, None, False, None, True), {}, out)) == (
-        "[a,(b c),d,f],[a,b,e,f],[a,b,e,f]->[a,(b c),d,f],[a,(b c),d]; c: whole; e: whole; f: whole"
+        "[a,(b c),d,f],[a,b,e,f],[a,b,e,f]->[a,(b c),d,f],[a,(b c),d]; e: whole; f: whole"
     )
+    grads = (f64(2, 6, 5, 4), k, k)
+    back = rule_for(torch.ops.shardc.sdpa_backward.default, (q, q, k, k, None, *out, False, None, True), {}, grads)
+    assert str(back).startswith("[a,(b c),d,f],[a,(b c),d,f],[a,b,e,f]") and back.kind("c") == "sum"  # of those that share b
     causal = rule_for(op, (q, q, q, None, True, None, False), {}, out)
     assert causal.kind(causal.operands[0][2][0]) == WHOLE
 
