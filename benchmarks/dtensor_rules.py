@@ -117,6 +117,9 @@ def entry_tallies(entry: Any, args: argparse.Namespace) -> tuple[Tally, Tally]:
             if str(call) in seen or not tensor_operands(call.args, call.kwargs, is_tensor):
                 continue
             seen.add(str(call))
+            if op._schema.is_mutable:
+                theirs.lacking[f"{call}: left out, it writes its argument"] += 1
+                continue
             if result is None:
                 theirs.lacking[f"{call}: left out, its result is no tensor, empty or zero, and tells nothing"] += 1
                 continue
