@@ -212,7 +212,7 @@ time     60 us (predicted)
 from     %view_default_2
 used by  %t_default_3, %mm_default_3""")
     assert_expected_inline(explained(plan, "model.down"), """\
-model.down: 14 nodes; 2 collectives: 160 B sent per rank, 120 us (predicted); 141 us in all
+model.down: 13 nodes; 2 collectives: 160 B sent per rank, 120 us (predicted); 140 us in all
 split    %reduce_scatter over tp from %reduce_scatter (reduce_scatter): activations['down']
 %t_default_1             aten.t             f32[6@tp, 4]                 1 us  forward, model.down, model.py
 %view_default_1          aten.view          f32[10, 6@tp]                1 us  forward, model.down, model.py
@@ -220,7 +220,6 @@ split    %reduce_scatter over tp from %reduce_scatter (reduce_scatter): activati
 %_unsafe_view_default_1  aten._unsafe_view  f32[2, 5, 4] +sum@tp         1 us  forward, model.down, model.py
 %reduce_scatter          reduce_scatter@tp  f32[2, 5@tp, 4]       80 B  60 us  forward, model.down, model.py
 %view_default_2          aten.view          f32[2·5@tp, 4]               1 us  backward, model.down, model.py
-%t_default_2             aten.t             f32[4, 2·5@tp]               1 us  backward, model.down, model.py
 %all_gather              all_gather@tp      f32[10, 4]            80 B  60 us  backward, model.down, model.py
 %t_default_3             aten.t             f32[4, 10]                   1 us  backward, model.down, model.py
 %mm_default_2            aten.mm            f32[4, 6@tp]                 4 us  backward, model.down, model.py

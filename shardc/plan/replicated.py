@@ -7,6 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
+from shardc._torch import may_alias
 from shardc.instructions import Collective, Compute, Instruction, Read, Reg, outs_of, uses_of
 from shardc.program import Program, SlotKind
 from shardc.spec import ShardSpec
@@ -63,6 +66,7 @@ def _computed(code: Sequence[Instruction], program: Program) -> list[Replicated]
     What follows from a finished reduction (statistics, the loss) is whole by nature and not listed.
     """
     why = {n.name: info.why for n, info in program.info.items()}
+    views = {n.name for n in program.info if isinstance(n.target, torch._ops.OpOverload) and may_alias(n.target)}
     kept = {slot.path for slot in program.slots.values() if slot.kind == SlotKind.PARAMETER}
     state: set[Reg] = set()  # registers that hold state, in any layout
     again: set[Reg] = set()  # whole values that follow from a gathered activation
@@ -85,6 +89,8 @@ def _computed(code: Sequence[Instruction], program: Program) -> list[Replicated]
                 if o.spec is None or o.dtype is None or not o.spec.is_replicated or _numel(o.spec) <= 1:
                     continue
                 again.add(o.reg)
+                if i.name in views:  # no work
+                    continue
                 name = f"{i.module or i.name}: {i.op.removesuffix('.default')}"
                 out.append(
                     Replicated(name, _numel(o.spec) * o.dtype.itemsize, why.get(i.name) or "its operand is gathered", i.line)

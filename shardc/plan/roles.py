@@ -152,7 +152,7 @@ class Roles:
             return "statistics"
         if i.out.reg in self.gradient or i.src in self.gradient:
             return "gradients"
-        if i.step.kind == "all_reduce" and i.step.axis in self.batch:
+        if i.step.kind in ("all_reduce", "reduce_scatter") and i.step.axis in self.batch:
             return "statistics"
         return "activations"
 

@@ -85,7 +85,8 @@ def prove(
         if rule.kind(factor) == WHOLE or size == 0:
             continue
         for n in sorted({*parts, size + 1}):
-            found = run_split(op, args, kwargs, rule, results, {factor: (AXIS,)}, Mesh({AXIS: n}))
+            layout = {factor: (AXIS,), **{b: (AXIS,) for a, b in sorted(rule.tied) if a == factor}}
+            found = run_split(op, args, kwargs, rule, results, layout, Mesh({AXIS: n}))
             if found:
                 fail(f"factor {factor} ({rule.kind(factor)}) over {n} parts", found)
     for linear in rule.linear:

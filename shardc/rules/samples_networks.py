@@ -32,6 +32,11 @@ def networks() -> Iterator[Sample]:
         picked = ours.index_rows.default(x, given, along, rank)
         yield call(ours.index_rows.default, x, given, along, rank)
         yield call(ours.index_sum.default, ints(*picked.shape, hi=9), given, along, rank, [4, 3, 5])
+    places = torch.arange(5)  # each row of a selection lies in the part that holds it, as propagate sees to it
+    yield call(aten.nonzero.default, torch.arange(5) % 2)
+    yield call(ours.nonzero_part.default, torch.arange(5) + 1, [0])
+    yield call(ours.index_part.default, ints(5, 3), [places], [0, 0])
+    yield call(ours.index_put_part.default, ints(5, 3), [places], ints(5, 3), True, [0, 0])
     yield call(ours.embedding_backward_part.default, x, index(4, 3, below=7), 7, 2, 0)
     yield call(ours.gather_part.default, ints(4, 3, 7), 2, at, 0)
     yield call(ours.scatter_part.default, ints(4, 3, 7), 2, index(4, 3, 1, below=7), ints(4, 3, 1, hi=9), 0)

@@ -21,7 +21,8 @@ def nonzero(call: Call) -> Rule:
     dims = draft.fresh(x.shape)
     rows, column = draft.new(result.shape[0]), draft.new(result.shape[1], WHOLE)
     sized = call.sized("start", tuple(Start(0, d) for d in range(len(x.shape))))
-    return draft.rule([dims], [[rows, column]], sized=sized)
+    tied = frozenset(pair for d in dims for pair in ((d[0], rows[0]), (rows[0], d[0])))
+    return draft.rule([dims], [[rows, column]], sized=sized, tied=tied)
 
 
 def index(call: Call) -> Rule:
