@@ -21,6 +21,7 @@ from shardc.hosts import Call, Host, LocalHost, Streams
 from shardc.mesh import Mesh
 from shardc.plan import Plan
 from shardc.program import Program, SlotKind, TensorType, op_name
+from shardc.rows import with_rows
 from shardc.runtime.rng import Stream
 from shardc.runtime.simulate import execution
 from shardc.spec import ShardSpec
@@ -175,7 +176,7 @@ class Whole:
             if not isinstance(node.target, torch._ops.OpOverload):
                 return node.target(*args, **kwargs)  # type: ignore[operator]
             if self.rows:
-                args, kwargs = _torch.map_integers(node.target, args, kwargs, self._sizes)
+                args, kwargs = _torch.map_integers(node.target, args, kwargs, self._found)
             out = node.target(*args, **kwargs)
             if node.target is torch.ops.aten.nonzero.default:
                 self.rows[program.type(node).shape[0]] = out.shape[0]
@@ -185,15 +186,11 @@ class Whole:
                 f"a decision depends on {op_name(node.target)} at {info.where}, which fails: {error}", where=line
             ) from error
 
-
-    def _sizes(self, arg: Any) -> Any:
-        """Sizes that stand for numbers of rows (see `shardc.capture.sizes`) as the numbers that were found."""
+    def _found(self, arg: Any) -> Any:
+        """Sizes that stand for numbers of rows as the numbers that were found."""
         if isinstance(arg, (list, tuple)):
-            return type(arg)(map(self._sizes, arg))
-        for prime, rows in self.rows.items() if isinstance(arg, int) else ():
-            if arg and arg % prime == 0:
-                return self._sizes(arg // prime) * rows
-        return arg
+            return type(arg)(map(self._found, arg))
+        return with_rows(arg, self.rows) if isinstance(arg, int) else arg
 
 
 class PlaceFirst(BaseException):

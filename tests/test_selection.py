@@ -155,6 +155,7 @@ def flipped(model: Net, x: Tensor, y: Tensor) -> Tensor:
 REFUSED: dict[str, tuple[Loss, type[Exception], str]] = {
     "order": (flipped, PlanError, "needs rows that data selects together"),
     "dropout": (lambda model, x, y: F.dropout(model(x)[y > 0]).sum(), PlanError, "draws random numbers"),
+    "equal size": (lambda model, x, y: model(x)[y > 0].sum() * torch.ones(1013).sum(), CaptureError, "a size of 1013"),
     "range": (lambda model, x, y: torch.arange((y > 0).nonzero().shape[0]).sum() * model(x).sum(), CaptureError, "arange over"),
 }
 

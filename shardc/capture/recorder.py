@@ -195,6 +195,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         with self.fake_mode:
             out = func(*_hints(args), **{k: _hints(v) for k, v in kwargs.items()})
             out = corrected(func, args, out, self.device)
+        self.selections.refuse_equal_sizes(func, out)
         phase, where = self.place(inputs)
         node = self.graph.call_function(func, node_args, node_kwargs)
         self.info[node] = Info(_types(out), phase, where.module, where.line)
@@ -348,7 +349,7 @@ def _close(a: Tensor, b: Tensor, rtol: float = 1e-5, atol: float = 1e-8, equal_n
 
 def _hints(x: Any) -> Any:
     """Arguments with symbols replaced by the numbers they have now (shapes do not depend on them)."""
-    if is_symbol(x) and not is_size(x):
+    if is_symbol(x):
         hint = x.node._hint
         return x.node.pytype(1) if hint is None else hint
     if isinstance(x, (list, tuple)):

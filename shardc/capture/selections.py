@@ -17,6 +17,7 @@ from shardc.capture.sizes import Sizes
 from shardc.capture.values import Values
 from shardc.errors import CaptureError
 from shardc.program import Draw, Info, Phase, TensorType, Types, op_name
+from shardc.rows import rows_in
 from shardc.rules import writes_one_value
 
 aten = torch.ops.aten
@@ -93,6 +94,21 @@ class Selections:
             rows = _decided(self.sizes.number(args[0].shape[dim]))
             return [self.call(aten.select.int, args[0], dim, i) for i in range(rows)]
         return None
+
+    def refuse_equal_sizes(self, func: Any, out: Any) -> None:
+        """What is made after a selection may not have, by accident, a size that stands for its number of rows.
+
+        Raises:
+            CaptureError: a result that has.
+        """
+        primes = self.sizes.primes
+        made = [t for t in (out if isinstance(out, (list, tuple)) else (out,)) if isinstance(t, Tensor)] if primes else []
+        equal = [n for t in made for n in t.shape if isinstance(n, int) and rows_in(n, primes)]
+        if equal:
+            raise CaptureError(
+                f"{op_name(func)} makes a tensor with a size of {equal[0]}, which stands for a number of rows that depends on "
+                "data", where=self.tape.line(), hint="make it before the rows are selected, or of another size",
+            )  # fmt: skip
 
     def indices(self, given: Any) -> list[Any]:
         """Indices in which each mask is replaced by the positions of its true elements."""

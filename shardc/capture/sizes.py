@@ -43,6 +43,7 @@ class Sizes:
         self.fake_mode, self.value, self.line = fake_mode, value, line
         self.counts: dict[Any, Count] = {}
         self.largest = 1009
+        self.primes: list[int] = []
         self._primes = self._fresh()
 
     def note(self, shape: tuple[int, ...]) -> None:
@@ -60,7 +61,9 @@ class Sizes:
         self.largest = max(self.largest, bound)
         if self.fake_mode.shape_env is None:
             self.fake_mode.shape_env = _torch.shape_env(self._asked)
-        size, expr = _torch.sized(self.fake_mode.shape_env, f"u{len(self.counts)}", next(self._primes))
+        prime = next(self._primes)
+        size, expr = _torch.sized(self.fake_mode.shape_env, f"u{len(self.counts)}", prime)
+        self.primes.append(prime)
         self.counts[expr] = count
         return size
 

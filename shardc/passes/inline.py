@@ -12,6 +12,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from shardc._torch import FakeTensorMode, is_size, map_integers, shape_env, sized
 from shardc.errors import PlanError
 from shardc.program import TensorType, Types
+from shardc.rows import rows_in, with_rows
 
 SIZES = (torch.ops.aten.sym_size.int, torch.ops.aten.sym_numel.default)
 
@@ -61,17 +62,12 @@ class Tracer:
         return self._traced[key]
 
     def _sizes(self, sizes: tuple[int, ...]) -> list[Any]:
-        return [self._size(n) for n in sizes] if self.primes else list(sizes)
-
-    def _size(self, n: int) -> Any:
-        for prime, symbol in self.primes.items():
-            if n and n % prime == 0:
-                if symbol is None:
-                    if self._fake.shape_env is None:
-                        self._fake.shape_env = shape_env(_answer)
-                    symbol = self.primes[prime] = sized(self._fake.shape_env, f"u{prime}", prime)[0]
-                return self._size(n // prime) * symbol
-        return n
+        for prime in {p for n in sizes if (p := rows_in(n, self.primes)) is not None}:
+            if self.primes[prime] is None:
+                if self._fake.shape_env is None:
+                    self._fake.shape_env = shape_env(_answer)
+                self.primes[prime] = sized(self._fake.shape_env, f"u{prime}", prime)[0]
+        return [with_rows(n, self.primes) for n in sizes]
 
 
 def _answer(expr: Any, hint: Any) -> Any:

@@ -16,6 +16,7 @@ from torch import fx
 from shardc.ops import indexing
 from shardc.passes.graphs import Rewriter
 from shardc.program import Program, TensorType
+from shardc.rows import rows_in
 
 aten = torch.ops.aten
 READS = (aten.index.Tensor, aten._unsafe_index.Tensor)
@@ -41,7 +42,7 @@ def join_lookups(program: Program) -> Program:
 def _selects(program: Program, node: fx.Node, selected: set[int]) -> bool:
     """Whether a node works on rows that data selects."""
     sizes = [n for a in node.all_input_nodes if program.is_tensor(a) for n in program.type(a).shape]
-    return any(n and n % rows == 0 for n in sizes for rows in selected)
+    return any(rows_in(n, selected) for n in sizes)
 
 
 def _read(build: Rewriter, node: fx.Node) -> fx.Node | None:

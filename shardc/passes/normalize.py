@@ -24,6 +24,7 @@ from shardc.passes.inline import SIZES, Tracer, types_of
 from shardc.passes.lookups import join_lookups
 from shardc.passes.norms import join_norms
 from shardc.program import Info, Program, TensorType, Types
+from shardc.rows import rows_in
 from shardc.rules import decompositions, masked_writes, writes_one_value
 
 aten = torch.ops.aten
@@ -146,8 +147,8 @@ class _Normalization(Rewriter):
         Raises:
             PlanError: it is no multiple of one number of rows.
         """
-        prime = next(p for p in self.masks if size % p == 0)
-        if any((size // prime) % p == 0 for p in self.masks):
+        prime = rows_in(size, self.masks)
+        if prime is None or rows_in(size // prime, self.masks):
             raise PlanError("a dim of rows times rows that data selects", where=at.where, hint="select once")
         kind = TensorType((), torch.int64, ())
         rows = self.call(aten.count_nonzero.default, (self.env[self.masks[prime]],), {}, at.but(type=kind))

@@ -77,6 +77,7 @@ def _local_call(build: Rewriter, node: fx.Node, sizes: RaggedSizes) -> fx.Node:
     local = localise(node.target, rule, args, kwargs, results, specs)  # type: ignore[arg-type]
     if sizes:
         sizes.refuse_draw(node)
+        sizes.refuse_scattered(node)
         local = sizes.counted(node, rule, *local)
     feed = iter(operands(program, node))
 

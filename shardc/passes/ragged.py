@@ -14,13 +14,15 @@ from torch import fx
 
 from shardc.errors import PlanError
 from shardc.instructions import Local, LocalDim
-from shardc.passes.graphs import Rewriter
+from shardc.passes.graphs import Rewriter, operands
 from shardc.passes.selection import NONZERO_PART
 from shardc.program import Info, TensorType
+from shardc.rows import rows_in
 from shardc.rules.rule import Rule
-from shardc.spec import Dim, Factor, ShardSpec, dim_size
+from shardc.spec import Dim, Factor, ShardSpec, dim_axes, dim_size
 
 SIZE = torch.ops.aten.sym_size.int
+INDEX_PUT_PART = torch.ops.shardc.index_put_part.default
 
 
 class RaggedSizes:
@@ -40,7 +42,7 @@ class RaggedSizes:
         return bool(self.primes)
 
     def prime(self, size: int) -> int | None:
-        return next((p for p in self.primes if size and size % p == 0), None)
+        return rows_in(size, self.primes)
 
     def notes(self) -> list[str]:
         """What the sizes stand for."""
@@ -105,6 +107,19 @@ class RaggedSizes:
             return self.rows[key]
         number = Info(None, info.phase, info.module, info.line)
         return self.build.call(operator.mul, (self.rows[key], LocalDim(rest)), {}, number)
+
+    def refuse_scattered(self, node: fx.Node) -> None:
+        """A write at positions is complete only where its result is split as its rows are.
+
+        Raises:
+            PlanError: the rows are split over an axis that the result is not.
+        """
+        if node.target is not INDEX_PUT_PART:
+            return
+        old = self.build.old
+        rows = {a for n in operands(old, node)[1:] for d in old.spec(n).dims if self.prime(dim_size(d)) for a in dim_axes(d)}
+        if not rows <= {*old.spec(node).axes}:
+            raise self._error(node, f"writes rows that are split over {', '.join(sorted(rows))} to {old.spec(node)}")
 
     def refuse_moves(self, node: fx.Node) -> None:
         """Rows that data selects stay where they are.

@@ -14,6 +14,7 @@ from torch import Tensor
 from shardc.instructions import Compute, Instruction, outs_of
 from shardc.mesh import Coord, Mesh
 from shardc.reshard import Step
+from shardc.rows import rows_in
 from shardc.runtime.comm import Move
 from shardc.spec import Factor, ShardSpec, dim_size
 
@@ -32,7 +33,7 @@ class Ragged:
         """The dims of a tensor that have such a size."""
         if not self.primes or spec is None:
             return ()
-        return tuple(k for k, n in enumerate(spec.shape) if any(n and n % p == 0 for p in self.primes))
+        return tuple(k for k, n in enumerate(spec.shape) if rows_in(n, self.primes))
 
     def fits(self, shape: Sequence[int], planned: Sequence[int], spec: ShardSpec) -> bool:
         """Whether a shape is the planned one, but for such dims."""
