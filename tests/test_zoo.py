@@ -22,7 +22,7 @@ TENSOR = [{"dp": 2, "tp": 2}, {"dp": 1, "tp": 4}]
 QUICK = {name: DATA[k % 2] for k, name in enumerate(ZOO)}
 
 MOVED = {
-    "clip": {"all_gather", "all_to_all"},  # every row's image is compared with every row's text
+    "clip": {"all_gather", "all_to_all", "reduce_scatter"},  # every row's image is compared with every row's text
     "resnet": {"all_gather"},  # statistics of the batch, which its backward reduces for the bias and the rows
 }
 """Families whose rows depend on each other, and how activations travel then."""

@@ -11,6 +11,7 @@ from shardc.instructions import Collective, Compute, Instruction, Read, Ref, Reg
 from shardc.plan.alias import Aliases
 from shardc.program import Slot, SlotKind
 from shardc.reshard import Step
+from shardc.spec import dim_axes
 
 CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "gathered", "other")
 SLOT_CATEGORY = {
@@ -152,7 +153,9 @@ class Roles:
             return "statistics"
         if i.out.reg in self.gradient or i.src in self.gradient:
             return "gradients"
-        if i.step.kind in ("all_reduce", "reduce_scatter") and i.step.axis in self.batch:
+        kind, axis = i.step.kind, i.step.axis
+        into_rows = kind == "reduce_scatter" and axis in dim_axes(i.step.dst.dims[0])  # of the batch: each rank gets its own
+        if axis in self.batch and (kind == "all_reduce" or kind == "reduce_scatter" and not into_rows):
             return "statistics"
         return "activations"
 
