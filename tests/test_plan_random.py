@@ -77,7 +77,22 @@ def run(plan: Plan, state: Tensors, inputs: Tensors) -> Any:
 @settings(max_examples=150, deadline=None)
 @given(programs(), st.integers(0, 3))
 def test_instructions_mean_what_the_program_means(drawn: tuple[Program, list[str]], seed: int) -> None:
-    program, there = drawn
+    means_the_same(*drawn, seed)
+
+
+def test_a_view_of_a_value_that_took_over_storage_keeps_it() -> None:
+    """Two updates in a row in one storage: the view of the first result leaves the step, so the second one copies."""
+    d = Draft(dp=1)
+    a = d.slot("a", TEXT)
+    x = d.input("x", TEXT)
+    first = d.op(operator.getitem, d.op(UPDATE, x, x, d.op(aten.neg.default, x, to=TEXT), *FLAGS, to=(TEXT, TEXT)), 1, to=TEXT)
+    view = d.op(aten.t.default, first, to=TEXT)
+    d.op(operator.getitem, d.op(UPDATE, x, x, first, *FLAGS, to=(TEXT, TEXT)), 1, to=TEXT)
+    d.input("y", TEXT)
+    means_the_same(d.done({"a": a}, (view,)), ["a"], 0)
+
+
+def means_the_same(program: Program, there: list[str], seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     state = {n: torch.randint(-3, 4, (3, 3), generator=generator).float() for n in there}
     inputs = {n: torch.randint(-3, 4, (3, 3), generator=generator).float() for n in INPUTS}

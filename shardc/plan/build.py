@@ -186,8 +186,10 @@ class _Builder:
         for reg in (*self.exits.values(), *self.results, *(r for _, r in self.numbers)):
             last[reg] = len(self.code)
         until: dict[Reg, int] = {}
+        members: dict[Reg, list[Reg]] = {}
         for reg, root in self.aliases.root.items():
             until[root] = max(until.get(root, -1), last[reg])
+            members.setdefault(root, []).append(reg)
         root_of = dict(self.aliases.root)
         whole = set(self.aliases.same)
         barrier = self._barrier()
@@ -209,8 +211,10 @@ class _Builder:
                 if free:
                     taken = i.outs[result]
                     assert taken is not None
-                    root_of[taken.reg] = root
-                    until[root] = max(until[root], last[taken.reg])
+                    until[root] = max(until[root], until[taken.reg])  # of the result and of its views
+                    for shared in members.pop(taken.reg):
+                        root_of[shared] = root
+                        members[root].append(shared)
                 else:
                     copied.append(a)
             if pairs and len(copied) < len(pairs):
