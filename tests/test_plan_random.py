@@ -74,7 +74,7 @@ def run(plan: Plan, state: Tensors, inputs: Tensors) -> Any:
     return outcome
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=1000, deadline=None)
 @given(programs(), st.integers(0, 3))
 def test_instructions_mean_what_the_program_means(drawn: tuple[Program, list[str]], seed: int) -> None:
     means_the_same(*drawn, seed)
