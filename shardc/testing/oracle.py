@@ -21,7 +21,7 @@ NUDGED = 3
 """Runs from nudged parameters and inputs that a comparison may ask for."""
 
 SAME, SAME_NARROW = 1e-9, 1e-3
-"""Scalars that agree so far, relatively, do not depend on the order of the rows: in float64, and where narrower dtypes occur."""
+"""Scalars that agree so far, relatively, do not depend on the order of the rows: in float64, and with parts in narrower dtypes."""
 
 SHUFFLED = 4
 """Runs with rows in random order that it may ask for in the end."""
