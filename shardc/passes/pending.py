@@ -1,4 +1,4 @@
-"""Where a pending reduction may wait: through joint sums and single linear uses, if it grows neither larger nor more frequent."""
+"""Where a reduction may wait: through joint sums and single linear uses, where it grows neither larger nor more frequent."""
 
 from __future__ import annotations
 

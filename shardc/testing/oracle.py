@@ -21,7 +21,7 @@ NUDGED = 3
 """Runs from nudged parameters and inputs that a comparison may ask for."""
 
 SAME, SAME_NARROW = 1e-9, 1e-3
-"""Scalars that agree so far, relatively, do not depend on the order of the rows: in float64, and with parts in narrower dtypes."""
+"""Relative differences up to which scalars do not depend on the order of the rows: in float64, and with narrower parts."""
 
 SHUFFLED = 4
 """Runs with rows in random order that it may ask for in the end."""
@@ -247,7 +247,7 @@ class Dtypes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes the floating-point dtypes of all tensors that operators return."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.dtypes: set[torch.dtype] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
