@@ -120,6 +120,9 @@ def entry_tallies(entry: Any, args: argparse.Namespace) -> tuple[Tally, Tally]:
             if op._schema.is_mutable:
                 theirs.lacking[f"{call}: left out, it writes its argument"] += 1
                 continue
+            if "empty" in op.name():
+                theirs.lacking[f"{call}: left out, the values of its result are not defined"] += 1
+                continue
             if result is None:
                 theirs.lacking[f"{call}: left out, its result is no tensor, empty or zero, and tells nothing"] += 1
                 continue

@@ -20,6 +20,9 @@ ROUNDING = 10.0
 EPSILONS = 8.0
 """Allowed difference of values in a type narrower than float64, in units of its machine epsilon."""
 
+FLOOR = 8 * torch.finfo(torch.float64).eps
+"""Allowed difference in units of the largest value of the step: what is zero because terms cancel may round to as much."""
+
 
 @dataclass(frozen=True)
 class Difference:
@@ -61,10 +64,12 @@ class Tally:
     compared: int = 0
     worst: float = 0.0
     worst_path: str = ""
+    floor: float = 0.0
 
     def step(self, index: int, got: Step) -> tuple[list[Difference], list[Rounded]]:
         """Compare what one call returned and left behind with the oracle's same call."""
         want = self.oracle.plain.steps[index]
+        self.floor = FLOOR * max((magnitude(t) for t in (*want.results.values(), *want.state.values()) if _real(t)), default=0.0)
         bad: list[Difference] = []
         rounded: list[Rounded] = []
         for part in ("results", "state"):
@@ -105,8 +110,8 @@ class Tally:
         gap, scale = distance(got, want), magnitude(want)
         # what a model keeps in a narrow type rounds there
         rtol = max(self.rtol, EPSILONS * torch.finfo(want.dtype).eps) if self.rtol else 0.0
-        if gap <= rtol * scale:
-            if scale and gap / scale > self.worst:
+        if gap <= rtol * scale or rtol and gap <= self.floor:
+            if gap <= rtol * scale and scale and gap / scale > self.worst:
                 self.worst, self.worst_path = gap / scale, path
             return
         own = 0.0
@@ -152,3 +157,7 @@ def describe(x: Any) -> str:
 def _where(got: Tensor, want: Tensor) -> tuple[int, ...]:
     gap = (got - want).abs().double().nan_to_num(nan=float("inf"), posinf=float("inf"))
     return tuple(int(i) for i in torch.unravel_index(gap.argmax(), want.shape))
+
+
+def _real(x: Any) -> bool:
+    return isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex())
