@@ -9,6 +9,7 @@ from torch import fx
 
 from shardc import _torch
 from shardc._torch import FunctionalTensor
+from shardc.capture import hooks
 from shardc.capture.effects import Created, Effects
 from shardc.capture.names import Resolved
 from shardc.capture.numbers import is_symbol
@@ -66,12 +67,15 @@ class _Comparison:
         self.trace, self.old, self.new = trace, trace.world, new
         self.program, self.effects = trace.program, Effects()
         self.counters: set[str] = set()
+        self.hooks: tuple[str, ...] = ()  # under which paths the hooks lie that the step leaves
 
     def run(self) -> Effects:
         self._inputs()
         self._slots()
         self._numbers()
         for path, value in self.new.signature.items():
+            if self.hooks and path.startswith(self.hooks):
+                continue
             if path not in self.old.signature:
                 self._appeared(path, value)
             elif self.old.signature[path] != value:
@@ -210,6 +214,8 @@ class _Comparison:
                 if type(holder) is list:
                     self.effects.lengths[path] = len(holder)
                 return
+        if kind == "hooks":
+            return self._hooks(path, ())
         if kind == "value":
             owner, key = self._place(path)
             assert isinstance(value, tuple)
@@ -218,6 +224,11 @@ class _Comparison:
         raise CaptureError(
             f"the step keeps {path} beyond the call", where=path, hint="return it from the step and store it outside"
         )
+
+    def _hooks(self, path: str, old: tuple[int, ...]) -> None:
+        found = hooks.added(path, old, self.new, self.trace.twin.scopes())
+        self.effects.hooks.append(found)
+        self.hooks += tuple(f"{path}[{len(old) + i}]" for i in range(len(found.added)))
 
     def _state_of(self, path: str) -> tuple[str, str, Any]:
         """Of the state dict of a parameter: ("state", path of the optimizer, path of the parameter)."""
@@ -249,6 +260,8 @@ class _Comparison:
         elif kind == "value" and old[0] == "value":
             owner, key = self._place(path)
             self.effects.assigned[path] = (owner, key, self.new.atoms[path])
+        elif kind == "hooks" and old[0] == kind:
+            self._hooks(path, old[1])
         elif kind == "module" and old[:2] == new[:2]:
             self.effects.training[path] = new[2]
         elif kind == "state" or (kind in ("dict", "object") and old[:2] == new[:2]):

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardc.capture.hooks import Hooks
 from shardc.capture.walk import containers
 from shardc.capture.world import World, write
 from shardc.errors import StateError
@@ -56,6 +57,7 @@ class Effects:
         scheduled: calls of schedulers, run on the host at the end.
         containers: new lists and dicts, outer ones first: path -> ("list" or "dict", container's path, key); new state dicts of
             parameters: path -> ("state", path of the optimizer, path of the parameter).
+        hooks: what the step leaves in the tables of hooks of modules.
         lengths: lists that are new or changed their length: path -> number of entries.
     """
 
@@ -69,6 +71,7 @@ class Effects:
     scheduled: list[tuple[str, tuple[Any, ...]]] = field(default_factory=list)
     containers: dict[str, tuple[str, str, Any]] = field(default_factory=dict)
     lengths: dict[str, int] = field(default_factory=dict)
+    hooks: list[Hooks] = field(default_factory=list)
 
     def commit(
         self, world: World, tensors: dict[str, Tensor], deleted: set[str] | None = None, numbers: dict[str, Any] | None = None
@@ -115,6 +118,9 @@ class Effects:
         for path, flag in self.training.items():
             index = index if index is not None else containers(world)
             index[path].training = flag
+        for hooks in self.hooks:
+            index = index if index is not None else containers(world)
+            hooks.install(index[hooks.module])
         for path, flag in self.requires_grad.items():
             world.slots[path].get().requires_grad_(flag)
         for path in self.stepped:

@@ -176,6 +176,10 @@ class Twin:
             return self._globals[id(holder)][0]
         return self.memo.get(id(holder), holder)
 
+    def scopes(self) -> set[int]:
+        """Ids of the copied dicts of globals."""
+        return {id(scope) for scope, _ in self._globals.values()}
+
     def rebound_globals(self) -> list[str]:
         """Names of globals that the step assigned."""
         out: list[str] = []

@@ -211,8 +211,8 @@ class _Walk:
             if name == "training" or name in _MODULE_OWN:
                 if value and name.endswith("_hooks") and "state_dict" not in name:
                     signature[f"{path}.{name}"] = ("hooks", tuple(value))
-                    for hook in value.values():
-                        self.visit(f"{path}.{name}.hook", hook, None, None, False)
+                    for i, hook in enumerate(value.values()):
+                        self.visit(f"{path}.{name}[{i}]", hook, None, None, False)
                 continue
             self.visit(f"{path}.{name}", value, module, name, False)
         for name, child in module._modules.items():
