@@ -42,6 +42,32 @@ class Created:
     on_cpu: bool = False
 
 
+@dataclass(frozen=True)
+class Computed:
+    """Stands for a number that a run computes: its name in `program.number_exit`."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Scheduled:
+    """A call of a scheduler's `step`, made on the host after the program.
+
+    Args:
+        path: of the scheduler.
+        given: its arguments by position or name.
+    """
+
+    path: str
+    given: dict[int | str, Any]
+
+    def run(self, scheduler: Any, numbers: dict[str, Any]) -> None:
+        """Args: numbers: computed values by name; those that are used are taken out."""
+        given = {k: numbers.pop(v.name) if isinstance(v, Computed) else v for k, v in self.given.items()}
+        names = {k: v for k, v in given.items() if isinstance(k, str)}
+        scheduler.step(*(v for k, v in given.items() if isinstance(k, int)), **names)
+
+
 @dataclass
 class Effects:
     """See `commit`.
@@ -68,7 +94,7 @@ class Effects:
     training: dict[str, bool] = field(default_factory=dict)
     requires_grad: dict[str, bool] = field(default_factory=dict)
     stepped: set[str] = field(default_factory=set)
-    scheduled: list[tuple[str, tuple[Any, ...]]] = field(default_factory=list)
+    scheduled: list[Scheduled] = field(default_factory=list)
     containers: dict[str, tuple[str, str, Any]] = field(default_factory=dict)
     lengths: dict[str, int] = field(default_factory=dict)
     hooks: list[Hooks] = field(default_factory=list)
@@ -95,6 +121,8 @@ class Effects:
                 world.slots[path].delete()
         index: dict[str, Any] | None = self._contain(world) if self.containers or self.lengths else None
         numbers = dict(numbers or {})
+        names = [v.name for call in self.scheduled for v in call.given.values() if isinstance(v, Computed)]
+        computed = {name: numbers.pop(name) for name in names}
         for entry in self.created:
             value: Any = numbers.pop(entry.path, entry.value)
             if entry.type is not None:
@@ -126,8 +154,8 @@ class Effects:
         for path in self.stepped:
             if hasattr(world.optimizers[path].step, "_wrapped_by_lr_sched"):
                 world.optimizers[path]._opt_called = True  # type: ignore[attr-defined]
-        for path, args in self.scheduled:
-            world.schedulers[path].step(*args)
+        for call in self.scheduled:
+            call.run(world.schedulers[call.path], computed)
 
     def _contain(self, world: World) -> dict[str, Any]:
         """Make the new containers and give lists their length; returns all containers by path."""

@@ -15,7 +15,7 @@ from shardc._torch import FakeTensorMode, FunctionalTensor, FunctionalTensorMode
 from shardc.capture.captured import Captured
 from shardc.capture.checks import check_storages_and_devices, refusals
 from shardc.capture.compare import Carry, after
-from shardc.capture.effects import Effects
+from shardc.capture.effects import Effects, Scheduled
 from shardc.capture.floats import as_float
 from shardc.capture.loss_scale import Scaled
 from shardc.capture.numbers import Number, is_symbol, symbol
@@ -110,7 +110,7 @@ class Trace:
         self.sparse = SparseGradients(self.recorder, self.paths)
         self.scaling: Scaling | None = None
         self.stepped: set[str] = set()  # optimizers
-        self.scheduled: list[tuple[str, tuple[Any, ...]]] = []  # calls of schedulers, for the host
+        self.scheduled: list[Scheduled] = []
 
     # -- the twin world ------------------------------------------------------------------------------------------------
 

@@ -145,16 +145,18 @@ class Twin:
         mine = is_user_code(fn.__code__)
         code = renamed(fn.__code__) if mine and "float" not in fn.__globals__ else fn.__code__
         names = (self._outside.get(id(fn.__globals__)) if mine else None) or code is not fn.__code__
-        if not fn.__closure__ and not names:
+        if not fn.__closure__ and not names and not fn.__defaults__ and not fn.__kwdefaults__:
             return fn
         closure = tuple(self._cell(c) for c in fn.__closure__ or ())
-        same = all(_same(a, b) for a, b in zip(closure, fn.__closure__ or (), strict=True))
+        defaults, named = self.copy(fn.__defaults__), self.copy(fn.__kwdefaults__)
+        same = all(_same(a, b) for a, b in zip(closure, fn.__closure__ or (), strict=True)) and defaults is fn.__defaults__
+        same = same and all(value is fn.__kwdefaults__[name] for name, value in (named or {}).items())
         if same and not names:
             return self._remember(fn, fn)  # type: ignore[no-any-return]
         scope, missing = self._scope(fn.__globals__) if names else (fn.__globals__, [])
-        twin = types.FunctionType(code, scope, fn.__name__, fn.__defaults__, closure or None)
+        twin = types.FunctionType(code, scope, fn.__name__, defaults, closure or None)
         self._remember(fn, twin)
-        twin.__kwdefaults__ = fn.__kwdefaults__
+        twin.__kwdefaults__ = named
         twin.__dict__.update(fn.__dict__)
         twin.__qualname__, twin.__module__ = fn.__qualname__, fn.__module__
         for found in missing:

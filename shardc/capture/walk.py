@@ -24,7 +24,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from shardc.capture.names import Resolved, named_values
 from shardc.capture.numbers import is_symbol
-from shardc.capture.objects import ATOMS, attributes, descends
+from shardc.capture.objects import ATOMS, attributes, descends, value_of
 from shardc.capture.world import SlotRef, World
 from shardc.errors import CaptureError
 from shardc.program import SlotKind
@@ -108,6 +108,7 @@ class _Walk:
         self.keep: list[Any] = []
         self.parameters: list[tuple[str, Tensor]] = []
         self.optimizers: list[tuple[str, Optimizer]] = []
+        self.groups: dict[int, str] = {}  # id -> path
 
     # `data`: inside the pytree of an argument, where tensors are inputs and not state
     def visit(self, path: str, obj: Any, holder: Any, key: Any, data: bool) -> None:
@@ -143,7 +144,7 @@ class _Walk:
                     self.visit(f"{path}.{k}" if isinstance(k, str) and k.isidentifier() else f"{path}[{k!r}]", v, obj, k, data)
         elif isinstance(obj, collections.UserDict):
             self.visit(path, obj.data, obj, "data", data)
-        elif isinstance(obj, (list, tuple)):
+        elif isinstance(obj, (list, tuple, collections.deque)):
             self.world.signature[path] = (type(obj).__name__, len(obj))
             names = getattr(obj, "_fields", None)
             for i, v in enumerate(obj):
@@ -164,6 +165,10 @@ class _Walk:
             for name, cell in zip(obj.__code__.co_freevars, obj.__closure__ or (), strict=True):
                 with contextlib.suppress(ValueError):  # an empty cell
                     self.visit(f"{path}.{name}", cell.cell_contents, cell, "", False)
+            for i, value in enumerate(obj.__defaults__ or ()):
+                self.visit(f"{path}.default[{i}]", value, obj.__defaults__, i, False)
+            for name, value in (obj.__kwdefaults__ or {}).items():
+                self.visit(f"{path}.{name}", value, obj.__kwdefaults__, name, False)
         elif isinstance(obj, (types.MethodType, functools.partial)):
             self.world.signature[path] = (type(obj).__name__,)
             inner = (obj.__self__, obj.__func__) if isinstance(obj, types.MethodType) else (obj.func, obj.args, obj.keywords)
@@ -185,6 +190,7 @@ class _Walk:
         cls = type(obj)
         self.world.signature[path] = ("object", cls.__module__, cls.__qualname__)
         if isinstance(obj, type) or not descends(cls):
+            self.world.signature[path] = ("object", cls.__module__, cls.__qualname__, value_of(obj))
             return
         for name, value in attributes(obj):
             if isinstance(value, (types.FunctionType, type)):
@@ -271,6 +277,12 @@ class _Walk:
         signature[path] = ("optimizer", type(optimizer).__qualname__)
         index: dict[int, int] = {}
         for g, group in enumerate(optimizer.param_groups):
+            shared = self.groups.setdefault(id(group), f"{path}.param_groups[{g}]")
+            if shared != f"{path}.param_groups[{g}]":  # with an optimizer inside of this one
+                signature[f"{path}.param_groups[{g}]"] = ("same as", shared)
+                for p in group["params"]:
+                    index[id(p)] = len(index)
+                continue
             for name, value in group.items():
                 where = f"{path}.param_groups[{g}].{name}"
                 if name == "params":
