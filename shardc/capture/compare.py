@@ -51,7 +51,19 @@ def _walk_twin(trace: Trace, arguments: dict[str, Any]) -> World:
         raise CaptureError(
             f"the step assigns the global {bad[0]}", where=bad[0], hint="keep it in an object passed as an argument"
         )
-    return walk_world(arguments, outside, twin=True)
+    return walk_world(arguments, outside, twin=True, kept=trace.world.kept)
+
+
+class InputsChanged(CaptureError):
+    """The step changes inputs in place. Those that lie in a list, dict or object of an argument (`paths`) can be state."""
+
+    def __init__(self, paths: list[str]) -> None:
+        super().__init__(
+            f"the step changes the input {paths[0]} in place", where=paths[0],
+            hint="clone it first, or hold it in a list or a module (a buffer), where it is state",
+        )  # fmt: skip
+        self.paths = frozenset(paths)
+        self.nested = all("." in path or "[" in path for path in paths) and not any(p.startswith("const[") for p in paths)
 
 
 class Carry(Exception):
@@ -94,13 +106,10 @@ class _Comparison:
         return node
 
     def _inputs(self) -> None:
-        for path, twin in self.trace.input_twins.items():
-            entry = self.program.inputs.get(path) or self.trace.recorder.const_nodes[path]
-            if self._node(twin, path) is not entry:
-                raise CaptureError(
-                    f"the step changes the input {path} in place", where=path,
-                    hint="clone it first, or hold it in a module (a buffer), where it is state",
-                )  # fmt: skip
+        entries = {**self.trace.recorder.const_nodes, **self.program.inputs}
+        changed = [path for path, twin in self.trace.input_twins.items() if self._node(twin, path) is not entries[path]]
+        if changed:
+            raise InputsChanged(changed)
 
     def _slots(self) -> None:
         program, trace = self.program, self.trace
@@ -154,7 +163,10 @@ class _Comparison:
         self.program.slots[path] = Slot(path, ref.kind, type_, ref.of, tuple(ref.aliases), ref.trainable)
         self.program.exit[path] = node
         self.program.versions.setdefault(node, path)
-        self.effects.created.append(Created(path, ref.kind, owner, ref.of, key, type=type_, on_cpu=on_cpu))
+        persistent = ref.kind is not SlotKind.BUFFER or key not in self.new.objects[owner]._non_persistent_buffers_set
+        self.effects.created.append(
+            Created(path, ref.kind, owner, ref.of, key, type=type_, on_cpu=on_cpu, persistent=persistent)
+        )
 
     def _container(self, path: str, ref: SlotRef) -> tuple[str, Any]:
         """Path of the container that holds a new entry, and its key there."""

@@ -30,6 +30,7 @@ class Created:
         value: of a plain entry; None where a run computes it (`program.number_exit`).
         type: of a tensor: eager's strides are kept.
         on_cpu: a step count that torch keeps on the host whatever the parameter's device.
+        persistent: of a buffer.
     """
 
     path: str
@@ -40,6 +41,7 @@ class Created:
     value: Any = None
     type: TensorType | None = None
     on_cpu: bool = False
+    persistent: bool = True
 
 
 @dataclass(frozen=True)
@@ -135,7 +137,10 @@ class Effects:
                 world.optimizers[entry.owner].state[world.slots[entry.of].get()][entry.key] = value
             else:
                 index = index if index is not None else containers(world)
-                write(index[entry.owner], entry.key, value)
+                if entry.kind is SlotKind.BUFFER:
+                    index[entry.owner].register_buffer(entry.key, value, persistent=entry.persistent)
+                else:
+                    write(index[entry.owner], entry.key, value)
         for path, (owner, key, value) in self.assigned.items():
             index = index if index is not None else containers(world)
             if owner not in index:

@@ -44,16 +44,23 @@ _WRAPPERS = {
 _OPTIMIZER_OWN = frozenset(("param_groups", "state", "defaults", "_warned_capturable_if_run_uncaptured", "_opt_called"))
 
 
-def observe(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], carried: Iterable[str] = ()) -> World:
+def observe(
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    carried: Iterable[str] = (),
+    kept: frozenset[str] = frozenset(),
+) -> World:
     """Walk everything reachable from the arguments, and from closures and globals that the code names.
 
     Args:
         carried: paths of plain numbers that are inputs of the program, see `Captured.carried` and `World.carry`.
+        kept: paths of tensors in arguments that are state, see `World.kept`.
 
     Raises:
         CaptureError: the arguments do not fit the function, or a tensor is of a kind that cannot be state or input.
     """
-    world = walk_world(bind(fn, args, kwargs), named_values(fn))
+    world = walk_world(bind(fn, args, kwargs), named_values(fn), kept=kept)
     world.carry(carried)
     return world
 
@@ -62,9 +69,15 @@ SCOPE = "the scope of {}"
 """Name of the closure cell or the globals that hold a variable of the code."""
 
 
-def walk_world(arguments: dict[str, Any], outside: list[Resolved], index: bool = False, twin: bool = False) -> World:
+def walk_world(
+    arguments: dict[str, Any],
+    outside: list[Resolved],
+    index: bool = False,
+    twin: bool = False,
+    kept: frozenset[str] = frozenset(),
+) -> World:
     """`observe` for given arguments and outside variables; `index` fills the tables of containers, `twin` implies it."""
-    world = World(arguments, outside=outside)
+    world = World(arguments, outside=outside, kept=kept)
     walk = _Walk(world, index or twin, twin)
     for name, value in arguments.items():
         walk.visit(name, value, arguments, name, True)
@@ -80,7 +93,7 @@ def walk_world(arguments: dict[str, Any], outside: list[Resolved], index: bool =
 
 def containers(world: World) -> dict[str, Any]:
     """The containers of a world by path (walks it again)."""
-    return walk_world(world.arguments, world.outside, index=True).objects
+    return walk_world(world.arguments, world.outside, index=True, kept=world.kept).objects
 
 
 def bind(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -212,6 +225,7 @@ class _Walk:
                 self.tensor(f"{path}.{name}", p, module._parameters, name, SlotKind.PARAMETER, False)
         for name, b in module._buffers.items():
             if b is not None:
+                world.places.setdefault(f"{path}.{name}", (module, name)) if self.index else None
                 self.tensor(f"{path}.{name}", b, module._buffers, name, SlotKind.BUFFER, False)
         for name, value in module.__dict__.items():
             if name == "training" or name in _MODULE_OWN:
@@ -249,7 +263,7 @@ class _Walk:
         if t.requires_grad and not t.is_leaf and not self.twin:  # in the twin it is kept without its graph
             raise CaptureError(f"{path} carries an autograd graph from outside of the step", where=path, hint="detach it")
         trainable = t.requires_grad and t.is_leaf
-        is_input = data and not t.requires_grad
+        is_input = data and not t.requires_grad and path not in world.kept and not hasattr(t, "placements")
         grad = t.grad if t.is_leaf and t.requires_grad else None
         world.signature[path] = (
             "tensor",
