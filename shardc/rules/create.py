@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from shardc.rules.call import Builder, Call, Draft, sets
+from shardc.rules.linalg import whole
 from shardc.rules.rule import WHOLE, Rule, Shape
 
 
@@ -73,6 +74,10 @@ TABLE: dict[str, Builder] = {
     "aten.triu_indices.default": made(kind=WHOLE),
     "aten.randperm.default": made(kind=WHOLE),
     "aten.multinomial.default": drawn,
+    "aten._standard_gamma.default": whole,
+    "aten._sample_dirichlet.default": whole,
+    "aten.poisson.default": whole,
+    "aten.binomial.default": whole,
     "aten.zeros_like.default": like("0"),
     "aten.ones_like.default": like(),
     "aten.full_like.default": like(),
