@@ -65,6 +65,7 @@ def observe(
     return world
 
 
+GRAPH = "carries an autograd graph from outside of the step"
 SCOPE = "the scope of {}"
 """Name of the closure cell or the globals that hold a variable of the code."""
 
@@ -261,7 +262,9 @@ class _Walk:
         if t.layout is not torch.strided:
             raise CaptureError(f"{path} is a tensor of layout {t.layout}", where=path, hint="pass dense tensors")
         if t.requires_grad and not t.is_leaf and not self.twin:  # in the twin it is kept without its graph
-            raise CaptureError(f"{path} carries an autograd graph from outside of the step", where=path, hint="detach it")
+            if data:
+                raise CaptureError(f"{path} {GRAPH}", where=path, hint="detach it")
+            world.graphs.add(path)
         trainable = t.requires_grad and t.is_leaf
         is_input = data and not t.requires_grad and path not in world.kept and not hasattr(t, "placements")
         grad = t.grad if t.is_leaf and t.requires_grad else None

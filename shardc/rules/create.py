@@ -70,6 +70,8 @@ TABLE: dict[str, Builder] = {
     "aten.linspace.default": made(kind=WHOLE),
     "aten.eye.default": made(kind=WHOLE),
     "aten.eye.m": made(kind=WHOLE),
+    **{f"aten.{name}_window.{o}": made(kind=WHOLE) for name in ("hann", "hamming", "blackman", "bartlett", "kaiser")
+       for o in ("default", "periodic")},
     "aten.tril_indices.default": made(kind=WHOLE),
     "aten.triu_indices.default": made(kind=WHOLE),
     "aten.randperm.default": made(kind=WHOLE),
