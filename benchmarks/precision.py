@@ -10,8 +10,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 
-import shardc
 from train_gpt import Text, evaluate, make_state, parse, train
+
+import shardc
 
 LIMIT = 0.01
 LAST = 10

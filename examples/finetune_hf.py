@@ -156,7 +156,8 @@ def main() -> None:
         report(step=i, loss=train_step(model, optimizer, schedule, part(batch), args.clip).item())
         if (i + 1) % args.every == 0 or i + 1 == args.steps:
             model.eval()
-            found = [eval_step(model, part(collate(data.held_out[k : k + args.rows]))) for k in range(0, 4 * args.rows, args.rows)]
+            batches = (collate(data.held_out[k : k + args.rows]) for k in range(0, 4 * args.rows, args.rows))
+            found = [eval_step(model, part(batch)) for batch in batches]
             model.train()
             report(evaluated=i, held_out=sum(x.item() for x, _ in found) / sum(n.item() for _, n in found))
             shardc.save(args.checkpoint, train_step)

@@ -1,4 +1,4 @@
-"""State in places beside modules and optimizers: lists and dicts of tensors, attributes that hooks compute, buffers made late."""
+"""State beside modules and optimizers: lists and dicts of tensors, attributes that hooks compute, buffers made late."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_a_list_of_averages(parameters: bool) -> None:
 
 def test_a_dict_that_is_read_and_changed() -> None:
     def step(
-        model: nn.Module, optimizer: torch.optim.Optimizer, average: dict[str, Tensor], seen: dict[str, Any], x: Tensor, y: Tensor
+        model: nn.Module, optimizer: torch.optim.Optimizer, average: dict[str, Tensor], seen: Any, x: Tensor, y: Tensor
     ) -> Tensor:
         target = torch.func.functional_call(model, average, (x,))
         loss = F.mse_loss(model(x), y) + 0.1 * F.mse_loss(model(x), target)

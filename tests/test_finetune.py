@@ -1,4 +1,4 @@
-"""examples/finetune_hf.py under torchrun: interrupted and resumed, also on more ranks, it has the losses of an uninterrupted run."""
+"""examples/finetune_hf.py under torchrun: interrupted and resumed it has the losses of an uninterrupted run."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ CALLS = {
 }
 REJECTED = {
     "aten._standard_gamma.default": (lambda: (torch.full((20000,), 2.5, dtype=F64),), 2.5, 2.5),
-    "aten._sample_dirichlet.default": (lambda: (torch.tensor([[1.0, 2.0, 5.0]], dtype=F64).expand(20000, 3).contiguous(),), 1 / 3, None),
+    "aten._sample_dirichlet.default": (lambda: (torch.tensor([[1.0, 2.0, 5.0]], dtype=F64).repeat(20000, 1),), 1 / 3, None),
     "aten.poisson.default": (lambda: (torch.full((20000,), 3.0, dtype=F64),), 3.0, 3.0),
     "aten.binomial.default": (lambda: (torch.full((20000,), 9.0, dtype=F64), torch.full((20000,), 0.3, dtype=F64)), 2.7, 1.89),
 }  # fmt: skip

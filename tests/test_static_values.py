@@ -192,9 +192,9 @@ def test_bincount_of_known_size() -> None:
 
     check(train, make, batches(3), mesh={"dp": 2}, zero=3)
     compiled = shardc.compile(counting, mesh=shardc.Mesh(dp=2, simulated=True))
-    numbers = torch.tensor([0, 2, 2, 1])
+    numbers, model = torch.tensor([0, 2, 2, 1]), nn.Linear(1, 1)
     for given in (numbers, numbers + 2, numbers):
-        assert compiled(nn.Linear(1, 1), given).tolist() == torch.bincount(given, minlength=3).tolist()
+        assert compiled(model, given).tolist() == torch.bincount(given, minlength=3).tolist()
 
 
 def counting(model: nn.Module, numbers: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Optimizers that people write themselves give what they give on one device: signs, trust ratios, whole matrices, two in one."""
+"""Optimizers that people write themselves give what they give on one device: signs, trust ratios, whole matrices, SAM."""
 
 from __future__ import annotations
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import types
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
+from shardc.capture.floats import NAME
 from shardc.capture.objects import ATOMS
 from shardc.capture.world import World
 from shardc.errors import CaptureError
@@ -40,13 +42,13 @@ class Hooks:
                 getattr(module, flag)[key] = True
 
 
-def added(path: str, old: tuple[int, ...], new: World, scopes: set[int]) -> Hooks:
+def added(path: str, old: tuple[int, ...], new: World, scopes: dict[int, dict[str, Any]]) -> Hooks:
     """The hooks in the table at `path` of the twin world that come after `old` ones, found to hold nothing of the step.
 
     Args:
         path: of the table: ``model.h.0._forward_hooks``.
         old: ids of the hooks that were there before.
-        scopes: ids of dicts of globals that belong to the twin.
+        scopes: the user's dict of globals, by the id of the twin's.
 
     Raises:
         CaptureError: the step removes a hook of before, or a hook is of another kind or leads to objects of the step.
@@ -58,30 +60,41 @@ def added(path: str, old: tuple[int, ...], new: World, scopes: set[int]) -> Hook
         raise CaptureError(
             f"the step changes the hooks in {path}", where=path, hint="register and remove them outside of the step"
         )
-    fresh = [key for key in held if key not in old]
-    for key in fresh:
-        if not _plain(held[key], scopes, set()):
+    fresh: dict[int, Any] = {}
+    for key in [key for key in held if key not in old]:
+        try:
+            fresh[key] = _own(held[key], scopes, {})
+        except _Held:
             raise CaptureError(
                 f"the step leaves a hook in {path} that holds objects of the step: {held[key]!r}", where=path,
                 hint="register it outside of the step, or remove it at the end",
-            )  # fmt: skip
+            ) from None  # fmt: skip
     flags = {key: tuple(f for f in _FLAGS[table] if key in getattr(module, f)) for key in fresh}
-    return Hooks(owner, table, tuple((key, held[key], flags[key]) for key in fresh))
+    return Hooks(owner, table, tuple((key, hook, flags[key]) for key, hook in fresh.items()))
 
 
-def _plain(value: Any, scopes: set[int], seen: set[int]) -> bool:
-    """Whether a value leads to nothing but functions and constants."""
-    if isinstance(value, ATOMS) or isinstance(value, (type, types.ModuleType, types.BuiltinFunctionType)) or id(value) in seen:
-        return True
-    seen.add(id(value))
+class _Held(Exception):
+    """A hook leads to an object of the step."""
+
+
+def _own(value: Any, scopes: dict[int, dict[str, Any]], made: dict[int, Any]) -> Any:
+    """A value that leads to nothing but functions and constants, with functions over the user's globals."""
+    if isinstance(value, (*ATOMS, type, types.ModuleType, types.BuiltinFunctionType)):
+        return value
+    if id(value) in made:
+        return made[id(value)]
     if isinstance(value, (tuple, frozenset)):
-        return all(_plain(v, scopes, seen) for v in value)
-    if not isinstance(value, types.FunctionType) or id(value.__globals__) in scopes:
-        return False
-    kept = [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
-    for cell in value.__closure__ or ():
-        try:
-            kept.append(cell.cell_contents)
-        except ValueError:  # an empty cell
-            continue
-    return all(_plain(v, scopes, seen) for v in kept)
+        return type(value)(_own(v, scopes, made) for v in value)
+    if not isinstance(value, types.FunctionType) or NAME in value.__code__.co_names:
+        raise _Held
+    cells = [types.CellType() for _ in value.__closure__ or ()]
+    scope = scopes.get(id(value.__globals__), value.__globals__)
+    out = types.FunctionType(value.__code__, scope, value.__name__, None, tuple(cells) or None)
+    made[id(value)] = out
+    for cell, old in zip(cells, value.__closure__ or (), strict=True):
+        with contextlib.suppress(ValueError):  # an empty cell
+            cell.cell_contents = _own(old.cell_contents, scopes, made)
+    out.__defaults__ = _own(value.__defaults__, scopes, made)
+    out.__kwdefaults__ = {k: _own(v, scopes, made) for k, v in (value.__kwdefaults__ or {}).items()} or None
+    out.__qualname__, out.__module__ = value.__qualname__, value.__module__
+    return out

@@ -39,12 +39,13 @@ def value_of(obj: Any) -> Hashable:
         return zlib.crc32(obj)
     if isinstance(obj, slice):
         return repr(obj)
-    by_value = type(obj).__hash__ not in (None, object.__hash__)
+    identity: Any = object.__hash__
+    by_value = type(obj).__hash__ is not identity
     try:
         hash(obj)
     except TypeError:
         return None
-    return obj if by_value or callable(obj) else None  # type: ignore[no-any-return]
+    return obj if by_value or callable(obj) else None
 
 
 def attributes(obj: Any) -> Iterator[tuple[str, Any]]:

@@ -69,7 +69,8 @@ def schedulers(trace: Trace) -> Iterator[None]:
 
 
 def _schedule(trace: Trace, path: str, twin: Any, *args: Any, **kwargs: Any) -> None:
-    given = {**dict(enumerate(args)), **kwargs}
+    given: dict[int | str, Any] = dict(enumerate(args))
+    given.update(kwargs)
     for key, value in given.items():
         given[key] = _computed(trace, f"{path}.step({len(trace.scheduled)}, {key})", value)
     trace.scheduled.append(Scheduled(path, given))
@@ -94,7 +95,7 @@ def _computed(trace: Trace, name: str, value: Any) -> Any:
     if isinstance(value, Tensor):
         if value.numel() != 1:
             raise CaptureError(
-                f"a scheduler is given a tensor of shape {tuple(value.shape)}", where=trace.recorder.line(), hint="give a number"
+    """Whether a scheduler may change more of a group than its learning rate: momentum and betas; a user's may change any."""
             )
         value = value.item()
     if not is_symbol(value):
@@ -104,7 +105,7 @@ def _computed(trace: Trace, name: str, value: Any) -> Any:
 
 
 def _changes_all(scheduler: type) -> bool:
-    """Whether a scheduler may change more of a group than its learning rate: momentum and betas, or any number, if a user's."""
+    """Whether a scheduler may change more of a group than its learning rate: momentum, betas, or any if a user's."""
     return "Cycl" in scheduler.__name__ or scheduler.__module__ != "torch.optim.lr_scheduler"
 
 

@@ -36,6 +36,7 @@ class Twin:
         self.tensor, self.memo = tensor, dict[int, Any]()
         self.originals: list[Any] = []  # kept alive: ids are keys
         self._globals: dict[int, tuple[dict[str, Any], dict[str, Any]]] = {}
+        self._real: dict[int, dict[str, Any]] = {}
         self._outside: dict[int, list[Resolved]] = {}
         for found in outside:
             if found.key:
@@ -77,7 +78,7 @@ class Twin:
 
     def release(self) -> None:
         """Forget originals and copies."""
-        for table in (self.memo, self.originals, self._globals, self._outside):
+        for table in (self.memo, self.originals, self._globals, self._real, self._outside):
             table.clear()
 
     def _remember(self, obj: Any, twin: Any) -> Any:
@@ -150,7 +151,7 @@ class Twin:
         closure = tuple(self._cell(c) for c in fn.__closure__ or ())
         defaults, named = self.copy(fn.__defaults__), self.copy(fn.__kwdefaults__)
         same = all(_same(a, b) for a, b in zip(closure, fn.__closure__ or (), strict=True)) and defaults is fn.__defaults__
-        same = same and all(value is fn.__kwdefaults__[name] for name, value in (named or {}).items())
+        same = same and all(value is named[name] for name, value in (fn.__kwdefaults__ or {}).items())
         if same and not names:
             return self._remember(fn, fn)  # type: ignore[no-any-return]
         scope, missing = self._scope(fn.__globals__) if names else (fn.__globals__, [])
@@ -169,7 +170,7 @@ class Twin:
         if known is not None:
             return known[0], []
         scope = {**real, NAME: as_float}
-        self._globals[id(real)] = (scope, dict(scope))
+        self._globals[id(real)], self._real[id(real)] = (scope, dict(scope)), real
         return scope, self._outside.get(id(real), [])
 
     def namespace(self, holder: Any) -> Any:
@@ -178,9 +179,9 @@ class Twin:
             return self._globals[id(holder)][0]
         return self.memo.get(id(holder), holder)
 
-    def scopes(self) -> set[int]:
-        """Ids of the copied dicts of globals."""
-        return {id(scope) for scope, _ in self._globals.values()}
+    def scopes(self) -> dict[int, dict[str, Any]]:
+        """The user's dict of globals, by the id of its copy."""
+        return {id(scope): self._real[key] for key, (scope, _) in self._globals.items()}
 
     def rebound_globals(self) -> list[str]:
         """Names of globals that the step assigned."""

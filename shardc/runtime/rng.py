@@ -139,7 +139,7 @@ def _searched(u: Tensor, weights: Tensor) -> Tensor:
 
 def _inverted(call: _Call, u: Tensor) -> Tensor:
     """Draws of `_WHOLE` by the inverse of their cumulative distribution at u, uniform in (0, 1)."""
-    from scipy import special, stats
+    from scipy import special, stats  # type: ignore[import-untyped]
 
     first: Tensor = call.given["count" if call.kind == "binomial" else "self"].double().cpu()
     if call.kind in ("gamma", "dirichlet"):
