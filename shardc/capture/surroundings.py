@@ -95,8 +95,9 @@ def _computed(trace: Trace, name: str, value: Any) -> Any:
     if isinstance(value, Tensor):
         if value.numel() != 1:
             raise CaptureError(
-    """Whether a scheduler may change more of a group than its learning rate: momentum and betas; a user's may change any."""
-            )
+                f"a scheduler is given a tensor of shape {tuple(value.shape)}",
+                where=trace.recorder.line(), hint="give a number",
+            )  # fmt: skip
         value = value.item()
     if not is_symbol(value):
         return value
