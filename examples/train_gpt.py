@@ -237,6 +237,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--heads", type=int, default=4)
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--clip", type=float, default=1.0, help="largest global gradient norm; 0: no clipping")
+    parser.add_argument("--precision", default="none", choices=("none", "bf16", "fp16"), help="of forward and backward")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--check", action="store_true", help="compare with one device; exit code 1 above 1e-4")
     parser.add_argument("--check-steps", type=int, default=5)
@@ -252,7 +253,7 @@ def main(argv: list[str] | None = None) -> int:
     model, optimizer, schedule = make_state(args)
     parameters = sum(p.numel() for p in model.parameters())
 
-    train_step = shardc.compile(train, zero=args.zero)
+    train_step = shardc.compile(train, zero=args.zero, precision=None if args.precision == "none" else args.precision)
     eval_step = shardc.compile(evaluate, zero=args.zero)
 
     if rank == 0:

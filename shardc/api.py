@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from shardc import passes
-from shardc.capture import OVERFLOW, Captured, Scaled, SlotRef, World, capture, observe
+from shardc.capture import OVERFLOW, Captured, InputsChanged, Scaled, SlotRef, World, capture, observe
 from shardc.checkpoint.restore import Loading
 from shardc.checkpoint.steps import Checkpoints
 from shardc.decide import PlaceFirst, decider, dry
@@ -112,6 +112,7 @@ class CompiledStep:
         self._watch = Watch()
         self._poisoned: str | None = None
         self._seed: int | None = options.seed
+        self._kept: frozenset[str] = frozenset()  # see `World.kept`
         self.checkpoints = Checkpoints()
 
     @property
@@ -156,6 +157,7 @@ class CompiledStep:
         if loading is not None:
             with host.together("checkpoint"):
                 loading.prepare(world.arguments, self.fn, host.ranks)
+                self._kept |= loading.kept
                 world = self._observe(args, kwargs)
         call = host.meet(world, self.options, self._signature(world), lambda: _static(world))
         known: list[Any] = []  # decisions of this call, as far as they are known
@@ -164,7 +166,10 @@ class CompiledStep:
             variant = self.variants.find(world, call.types, known)
             new = variant is None
             if variant is None:
-                variant, world = self._new(args, kwargs, world, call, host, known, failed)
+                try:
+                    variant, world = self._new(args, kwargs, world, call, host, known, failed)
+                except InputsChanged as found:
+                    return self._keep(found)(*args, **kwargs)
             if new or loading is not None:
                 world = self._place(args, kwargs, world, host, variant.plan)
             if loading is not None:
@@ -182,6 +187,13 @@ class CompiledStep:
             world = self._observe(args, kwargs)
         self._watch.remember(world.slots.values())
         return out
+
+    def _keep(self, found: InputsChanged) -> CompiledStep:
+        """Tensors in arguments that the step changes are state from here on."""
+        if not found.nested or found.paths <= self._kept:
+            raise found
+        self._kept |= found.paths
+        return self
 
     def _seen(self, args: Any, kwargs: Any) -> tuple[World, Host]:
         """What the call can reach, checked against what the last step left; and where the step runs."""
@@ -219,7 +231,11 @@ class CompiledStep:
         while True:
             try:
                 with host.together("program"):
-                    variant = self._compile(args, kwargs, world, call, host, known, failed)
+                    try:
+                        variant = self._compile(args, kwargs, world, call, host, known, failed)
+                    except Exception as error:
+                        self._changed_alone(args, kwargs, world, call, error)
+                        raise
             except PlaceFirst as first:
                 world = self._place(args, kwargs, world, host, first.plan)
             else:
@@ -228,6 +244,22 @@ class CompiledStep:
         self.variants.append(variant)
         known[:] = [g.expected for g in variant.captured.program.guards]
         return variant, world
+
+    def _changed_alone(self, args: Any, kwargs: Any, world: World, call: Call, error: Exception) -> None:
+        """A tensor that is state was taken for a part of the batch, and its shape did not fit: see whether it is changed.
+
+        Raises:
+            InputsChanged: it is.
+        """
+        own = {path: TensorType.of(t) for path, t in world.inputs.items()}
+        if isinstance(error, InputsChanged) or own == call.types:
+            return
+        try:
+            capture(self.fn, args, kwargs, world, own, _device(self.options.mesh), precision=self.options.precision)
+        except InputsChanged as found:
+            raise found from error
+        except Exception:  # of any kind: the first error tells
+            return
 
     def _run(self, variant: Variant, world: World, call: Call, host: Host, trusted: int) -> tuple[Finished, Streams]:
         inputs: dict[str, Any] = {**world.inputs, **variant.captured.constants, **world.numbers}
@@ -276,7 +308,7 @@ class CompiledStep:
         return "\n".join(lines)
 
     def _observe(self, args: Any, kwargs: Any) -> World:
-        return observe(self.fn, args, kwargs, {path for v in self.variants for path in v.captured.carried})
+        return observe(self.fn, args, kwargs, {path for v in self.variants for path in v.captured.carried}, self._kept)
 
     def _compile(
         self, args: Any, kwargs: Any, world: World, call: Call, host: Host, known: list[Any], failed: Guard | None
@@ -342,7 +374,10 @@ class CompiledStep:
         seed = torch.initial_seed() & (2**63 - 1) if self._seed is None else self._seed
         precision = self.options.precision
         decide = dry(world, Streams(self.options, seed, self.step))
-        captured = capture(self.fn, args, kwargs, world, types, _device(mesh), decide, precision=precision)
+        try:
+            captured = capture(self.fn, args, kwargs, world, types, _device(mesh), decide, precision=precision)
+        except InputsChanged as found:
+            return self._keep(found).lower(*args, **kwargs)
         with captured.effects.pretended(world, captured.program.slots):
             steady = self._observe(args, kwargs)
             later = not same_key(steady, world)

@@ -182,14 +182,6 @@ def test_parameter_replaced() -> None:
     refuse(step, "replaces a parameter", line=False)
 
 
-def test_two_optimizers_for_one_parameter() -> None:
-    def step(model: Any, one: Any, two: Any, x: Tensor, y: Tensor) -> Tensor:
-        return finish(model, one, x, y)
-
-    model, one, x, y = world()
-    refuse(step, "two optimizers", model, one, torch.optim.SGD(model[0].parameters(), lr=0.1), x, y, line=False)
-
-
 def test_unreachable_model() -> None:
     class Hidden:
         __slots__ = ()

@@ -13,11 +13,11 @@ import pytest
 EXAMPLE = Path(__file__).parent.parent / "examples" / "resume.py"
 
 
-def run(folder: Path, ranks: int, *options: str) -> str:
-    """The example on `ranks` ranks (1: without torchrun); what it printed."""
+def run(folder: Path, ranks: int, *options: str, example: Path = EXAMPLE) -> str:
+    """An example on `ranks` ranks (1: without torchrun); what it printed."""
     launch = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--max-restarts", "3", "--rdzv-backend", "c10d",
               "--rdzv-endpoint", "localhost:0", "--monitor-interval", "0.2"]  # fmt: skip
-    command = [sys.executable, *(launch if ranks > 1 else []), str(EXAMPLE)]
+    command = [sys.executable, *(launch if ranks > 1 else []), str(example)]
     command += ["--checkpoint", str(folder / "ckpt"), "--losses", str(folder / "losses"), *options]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)

@@ -68,7 +68,13 @@ CALLS = {
     "aten.log_normal.default": lambda x: ((x, 0.5, 0.25), F64),
     "aten.native_dropout.default": lambda x: ((x, 0.4, True), F64),
 }
-SPECIAL = {"aten.randperm.default", "aten.multinomial.default"}
+REJECTED = {
+    "aten._standard_gamma.default": (lambda: (torch.full((20000,), 2.5, dtype=F64),), 2.5, 2.5),
+    "aten._sample_dirichlet.default": (lambda: (torch.tensor([[1.0, 2.0, 5.0]], dtype=F64).repeat(20000, 1),), 1 / 3, None),
+    "aten.poisson.default": (lambda: (torch.full((20000,), 3.0, dtype=F64),), 3.0, 3.0),
+    "aten.binomial.default": (lambda: (torch.full((20000,), 9.0, dtype=F64), torch.full((20000,), 0.3, dtype=F64)), 2.7, 1.89),
+}  # fmt: skip
+SPECIAL = {"aten.randperm.default", "aten.multinomial.default", *REJECTED}
 
 
 def test_every_operator_is_covered():
@@ -77,6 +83,26 @@ def test_every_operator_is_covered():
         packet, overload = name.split(".")[1:]
         op = getattr(getattr(torch.ops.aten, packet), overload)
         assert torch.Tag.nondeterministic_seeded in op.tags and not op._schema.is_mutable
+
+
+@pytest.mark.parametrize("name", REJECTED)
+def test_draws_by_rejection(name):
+    """torch's own numbers from its stream; from a counter the distribution: its mean and variance."""
+    make, mean, variance = REJECTED[name]
+    args = make()
+    spec = whole_spec(*args[0].shape)
+    g = torch.Generator().manual_seed(5)
+    got = TorchStream(g).draw(name, args, {}, spec, ONE, (0,), 0, F64, "cpu")
+    torch.manual_seed(5)
+    assert torch.equal(got, getattr(torch.ops.aten, name.split(".")[1])(*args))
+    assert torch.equal(g.get_state(), torch.default_generator.get_state())
+    out = CounterStream(2).draw(name, args, {}, spec, ONE, (0,), 0, F64, "cpu")
+    assert torch.equal(out, CounterStream(2).draw(name, args, {}, spec, ONE, (0,), 0, F64, "cpu"))
+    assert abs(out.mean().item() - mean) < 0.05
+    assert variance is None or abs(out.var().item() / variance - 1) < 0.05
+    if variance is None:
+        torch.testing.assert_close(out.sum(-1), torch.ones(20000, dtype=F64))
+        torch.testing.assert_close(out.mean(0), args[0][0] / 8, rtol=0.03, atol=0)
 
 
 def draw(stream, name, x, spec, mesh, coord, index=0):
@@ -279,8 +305,8 @@ def test_meta_draws_nothing():
 
 def test_what_cannot_be_drawn_is_refused():
     stream = CounterStream(0)
-    with pytest.raises(RuntimeFailure, match=r"aten\.poisson\.default cannot be drawn"):
-        stream.draw("aten.poisson.default", (torch.ones(2),), {}, whole_spec(2), ONE, (0,), 0, F32, "cpu")
+    with pytest.raises(RuntimeFailure, match=r"aten\.rrelu_with_noise\.default cannot be drawn"):
+        stream.draw("aten.rrelu_with_noise.default", (torch.ones(2),), {}, whole_spec(2), ONE, (0,), 0, F32, "cpu")
     with pytest.raises(RuntimeFailure, match="cannot be partial"):
         spec = ShardSpec.parse("[2] +sum@dp")
         stream.draw("aten.rand_like", (torch.ones(2),), {}, spec, ONE, (0,), 0, F32, "cpu")

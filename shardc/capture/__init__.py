@@ -1,6 +1,7 @@
 """From a train step to a functional program: one trace over a fake twin of everything the step can reach."""
 
 from shardc.capture.captured import Captured
+from shardc.capture.compare import InputsChanged
 from shardc.capture.effects import Created, Effects
 from shardc.capture.loss_scale import OVERFLOW, Scaled
 from shardc.capture.results import Tree, rebuild
@@ -14,6 +15,7 @@ __all__ = [
     "Created",
     "Decide",
     "Effects",
+    "InputsChanged",
     "Scaled",
     "SlotRef",
     "Tree",

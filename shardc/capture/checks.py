@@ -40,11 +40,6 @@ def check_storages_and_devices(world: World) -> None:
             raise CaptureError(
                 f"the {what} lie on several devices: {p0} on {d0}, {p1} on {d1}", where=p1, hint="move all to one"
             )
-    of: dict[str, str] = {}
-    for name, optimizer in world.optimizers.items():
-        for path in (world.tensors[id(p)] for group in optimizer.param_groups for p in group["params"]):
-            if of.setdefault(path, name) != name:
-                raise CaptureError(f"two optimizers, {of[path]} and {name}, update {path}", where=path, hint="give it to one")
     seen: dict[int, list[tuple[int, int, str]]] = {}
     for path, t in [*((p, s.get()) for p, s in world.slots.items()), *world.inputs.items()]:
         if t.numel() == 0 or hasattr(t, "placements"):

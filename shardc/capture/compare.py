@@ -9,6 +9,7 @@ from torch import fx
 
 from shardc import _torch
 from shardc._torch import FunctionalTensor
+from shardc.capture import hooks
 from shardc.capture.effects import Created, Effects
 from shardc.capture.names import Resolved
 from shardc.capture.numbers import is_symbol
@@ -50,7 +51,19 @@ def _walk_twin(trace: Trace, arguments: dict[str, Any]) -> World:
         raise CaptureError(
             f"the step assigns the global {bad[0]}", where=bad[0], hint="keep it in an object passed as an argument"
         )
-    return walk_world(arguments, outside, twin=True)
+    return walk_world(arguments, outside, twin=True, kept=trace.world.kept)
+
+
+class InputsChanged(CaptureError):
+    """The step changes inputs in place. Those that lie in a list, dict or object of an argument (`paths`) can be state."""
+
+    def __init__(self, paths: list[str]) -> None:
+        super().__init__(
+            f"the step changes the input {paths[0]} in place", where=paths[0],
+            hint="clone it first, or hold it in a list or a module (a buffer), where it is state",
+        )  # fmt: skip
+        self.paths = frozenset(paths)
+        self.nested = all("." in path or "[" in path for path in paths) and not any(p.startswith("const[") for p in paths)
 
 
 class Carry(Exception):
@@ -66,12 +79,15 @@ class _Comparison:
         self.trace, self.old, self.new = trace, trace.world, new
         self.program, self.effects = trace.program, Effects()
         self.counters: set[str] = set()
+        self.hooks: tuple[str, ...] = ()  # under which paths the hooks lie that the step leaves
 
     def run(self) -> Effects:
         self._inputs()
         self._slots()
         self._numbers()
         for path, value in self.new.signature.items():
+            if self.hooks and path.startswith(self.hooks):
+                continue
             if path not in self.old.signature:
                 self._appeared(path, value)
             elif self.old.signature[path] != value:
@@ -90,13 +106,10 @@ class _Comparison:
         return node
 
     def _inputs(self) -> None:
-        for path, twin in self.trace.input_twins.items():
-            entry = self.program.inputs.get(path) or self.trace.recorder.const_nodes[path]
-            if self._node(twin, path) is not entry:
-                raise CaptureError(
-                    f"the step changes the input {path} in place", where=path,
-                    hint="clone it first, or hold it in a module (a buffer), where it is state",
-                )  # fmt: skip
+        entries = {**self.trace.recorder.const_nodes, **self.program.inputs}
+        changed = [path for path, twin in self.trace.input_twins.items() if self._node(twin, path) is not entries[path]]
+        if changed:
+            raise InputsChanged(changed)
 
     def _slots(self) -> None:
         program, trace = self.program, self.trace
@@ -150,7 +163,10 @@ class _Comparison:
         self.program.slots[path] = Slot(path, ref.kind, type_, ref.of, tuple(ref.aliases), ref.trainable)
         self.program.exit[path] = node
         self.program.versions.setdefault(node, path)
-        self.effects.created.append(Created(path, ref.kind, owner, ref.of, key, type=type_, on_cpu=on_cpu))
+        persistent = ref.kind is not SlotKind.BUFFER or key not in self.new.objects[owner]._non_persistent_buffers_set
+        self.effects.created.append(
+            Created(path, ref.kind, owner, ref.of, key, type=type_, on_cpu=on_cpu, persistent=persistent)
+        )
 
     def _container(self, path: str, ref: SlotRef) -> tuple[str, Any]:
         """Path of the container that holds a new entry, and its key there."""
@@ -210,6 +226,8 @@ class _Comparison:
                 if type(holder) is list:
                     self.effects.lengths[path] = len(holder)
                 return
+        if kind == "hooks":
+            return self._hooks(path, ())
         if kind == "value":
             owner, key = self._place(path)
             assert isinstance(value, tuple)
@@ -218,6 +236,11 @@ class _Comparison:
         raise CaptureError(
             f"the step keeps {path} beyond the call", where=path, hint="return it from the step and store it outside"
         )
+
+    def _hooks(self, path: str, old: tuple[int, ...]) -> None:
+        found = hooks.added(path, old, self.new, self.trace.twin.scopes())
+        self.effects.hooks.append(found)
+        self.hooks += tuple(f"{path}[{len(old) + i}]" for i in range(len(found.added)))
 
     def _state_of(self, path: str) -> tuple[str, str, Any]:
         """Of the state dict of a parameter: ("state", path of the optimizer, path of the parameter)."""
@@ -249,6 +272,8 @@ class _Comparison:
         elif kind == "value" and old[0] == "value":
             owner, key = self._place(path)
             self.effects.assigned[path] = (owner, key, self.new.atoms[path])
+        elif kind == "hooks" and old[0] == kind:
+            self._hooks(path, old[1])
         elif kind == "module" and old[:2] == new[:2]:
             self.effects.training[path] = new[2]
         elif kind == "state" or (kind in ("dict", "object") and old[:2] == new[:2]):

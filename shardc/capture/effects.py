@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardc.capture.hooks import Hooks
 from shardc.capture.walk import containers
 from shardc.capture.world import World, write
 from shardc.errors import StateError
@@ -29,6 +30,7 @@ class Created:
         value: of a plain entry; None where a run computes it (`program.number_exit`).
         type: of a tensor: eager's strides are kept.
         on_cpu: a step count that torch keeps on the host whatever the parameter's device.
+        persistent: of a buffer.
     """
 
     path: str
@@ -39,6 +41,33 @@ class Created:
     value: Any = None
     type: TensorType | None = None
     on_cpu: bool = False
+    persistent: bool = True
+
+
+@dataclass(frozen=True)
+class Computed:
+    """Stands for a number that a run computes: its name in `program.number_exit`."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Scheduled:
+    """A call of a scheduler's `step`, made on the host after the program.
+
+    Args:
+        path: of the scheduler.
+        given: its arguments by position or name.
+    """
+
+    path: str
+    given: dict[int | str, Any]
+
+    def run(self, scheduler: Any, numbers: dict[str, Any]) -> None:
+        """Args: numbers: computed values by name; those that are used are taken out."""
+        given = {k: numbers.pop(v.name) if isinstance(v, Computed) else v for k, v in self.given.items()}
+        names = {k: v for k, v in given.items() if isinstance(k, str)}
+        scheduler.step(*(v for k, v in given.items() if isinstance(k, int)), **names)
 
 
 @dataclass
@@ -56,6 +85,7 @@ class Effects:
         scheduled: calls of schedulers, run on the host at the end.
         containers: new lists and dicts, outer ones first: path -> ("list" or "dict", container's path, key); new state dicts of
             parameters: path -> ("state", path of the optimizer, path of the parameter).
+        hooks: what the step leaves in the tables of hooks of modules.
         lengths: lists that are new or changed their length: path -> number of entries.
     """
 
@@ -66,9 +96,10 @@ class Effects:
     training: dict[str, bool] = field(default_factory=dict)
     requires_grad: dict[str, bool] = field(default_factory=dict)
     stepped: set[str] = field(default_factory=set)
-    scheduled: list[tuple[str, tuple[Any, ...]]] = field(default_factory=list)
+    scheduled: list[Scheduled] = field(default_factory=list)
     containers: dict[str, tuple[str, str, Any]] = field(default_factory=dict)
     lengths: dict[str, int] = field(default_factory=dict)
+    hooks: list[Hooks] = field(default_factory=list)
 
     def commit(
         self, world: World, tensors: dict[str, Tensor], deleted: set[str] | None = None, numbers: dict[str, Any] | None = None
@@ -92,6 +123,8 @@ class Effects:
                 world.slots[path].delete()
         index: dict[str, Any] | None = self._contain(world) if self.containers or self.lengths else None
         numbers = dict(numbers or {})
+        names = [v.name for call in self.scheduled for v in call.given.values() if isinstance(v, Computed)]
+        computed = {name: numbers.pop(name) for name in names}
         for entry in self.created:
             value: Any = numbers.pop(entry.path, entry.value)
             if entry.type is not None:
@@ -104,7 +137,10 @@ class Effects:
                 world.optimizers[entry.owner].state[world.slots[entry.of].get()][entry.key] = value
             else:
                 index = index if index is not None else containers(world)
-                write(index[entry.owner], entry.key, value)
+                if entry.kind is SlotKind.BUFFER:
+                    index[entry.owner].register_buffer(entry.key, value, persistent=entry.persistent)
+                else:
+                    write(index[entry.owner], entry.key, value)
         for path, (owner, key, value) in self.assigned.items():
             index = index if index is not None else containers(world)
             if owner not in index:
@@ -115,13 +151,16 @@ class Effects:
         for path, flag in self.training.items():
             index = index if index is not None else containers(world)
             index[path].training = flag
+        for hooks in self.hooks:
+            index = index if index is not None else containers(world)
+            hooks.install(index[hooks.module])
         for path, flag in self.requires_grad.items():
             world.slots[path].get().requires_grad_(flag)
         for path in self.stepped:
             if hasattr(world.optimizers[path].step, "_wrapped_by_lr_sched"):
                 world.optimizers[path]._opt_called = True  # type: ignore[attr-defined]
-        for path, args in self.scheduled:
-            world.schedulers[path].step(*args)
+        for call in self.scheduled:
+            call.run(world.schedulers[call.path], computed)
 
     def _contain(self, world: World) -> dict[str, Any]:
         """Make the new containers and give lists their length; returns all containers by path."""

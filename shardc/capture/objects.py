@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import enum
 import sys
-from collections.abc import Iterator
+import zlib
+from collections.abc import Hashable, Iterator
 from typing import Any
 
+import numpy
 import torch
 
-ATOMS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.layout, torch.memory_format)
+ATOMS = (
+    type(None), bool, int, float, complex, str, bytes, range, enum.Enum,
+    torch.dtype, torch.device, torch.layout, torch.memory_format,
+)  # fmt: skip
+"""Immutable, and equal to what they are equal to: their value is part of what a program is captured under."""
 STDLIB = frozenset(sys.stdlib_module_names) - {"__main__"} | {"numpy", "builtins", "shardc"}
 
 
@@ -21,6 +28,24 @@ def descends(cls: type) -> bool:
     if root == "torch":
         return cls.__module__.startswith(("torch.optim", "torch.nn", "torch.amp", "torch.cuda.amp"))
     return root not in STDLIB and bool(cls.__flags__ & (1 << 9))
+
+
+def value_of(obj: Any) -> Hashable:
+    """What tells an object that is not walked from others of its class: itself where it is compared by value or is called, a
+    digest of an array; None where nothing does."""
+    if isinstance(obj, numpy.ndarray) and obj.dtype != object:
+        return obj.shape, str(obj.dtype), zlib.crc32(numpy.ascontiguousarray(obj).tobytes())
+    if isinstance(obj, bytearray):
+        return zlib.crc32(obj)
+    if isinstance(obj, slice):
+        return repr(obj)
+    identity: Any = object.__hash__
+    by_value = type(obj).__hash__ is not identity
+    try:
+        hash(obj)
+    except TypeError:
+        return None
+    return obj if by_value or callable(obj) else None
 
 
 def attributes(obj: Any) -> Iterator[tuple[str, Any]]:

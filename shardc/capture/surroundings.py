@@ -12,6 +12,7 @@ import numpy
 from torch import Tensor
 
 from shardc import _torch
+from shardc.capture.effects import Computed, Scheduled
 from shardc.capture.numbers import Number, is_symbol, symbol
 from shardc.errors import CaptureError
 
@@ -46,7 +47,7 @@ def optimizers(trace: Trace) -> Iterator[None]:
         yield
     finally:
         throughout.close()
-        for group, flag, value in saved:
+        for group, flag, value in reversed(saved):  # optimizers may share groups
             group[flag] = value
         for handle in handles:
             handle.remove()
@@ -67,19 +68,46 @@ def schedulers(trace: Trace) -> Iterator[None]:
             twin.__dict__.pop("step", None)
 
 
-def _schedule(trace: Trace, path: str, twin: Any, *args: Any) -> None:
-    if any(isinstance(a, Tensor) or is_symbol(a) for a in args):
-        raise CaptureError(f"{path}.step() is given a value computed in the step", where=trace.recorder.line(),
-                           hint="return the value and call the scheduler outside of the compiled step")  # fmt: skip
-    trace.scheduled.append((path, args))
+def _schedule(trace: Trace, path: str, twin: Any, *args: Any, **kwargs: Any) -> None:
+    given: dict[int | str, Any] = dict(enumerate(args))
+    given.update(kwargs)
+    for key, value in given.items():
+        given[key] = _computed(trace, f"{path}.step({len(trace.scheduled)}, {key})", value)
+    trace.scheduled.append(Scheduled(path, given))
     trace.program.notes.append(f"{path}.step() runs on the host after the step ({trace.recorder.line()})")
+
+    def later(value: Any) -> Any:
+        if isinstance(value, (tuple, list)):
+            return type(value)(later(v) for v in value)
+        return symbol(Number.set_later(trace.recorder, value.node.pytype)) if is_symbol(value) else value
+
     for group in twin.optimizer.param_groups:
-        for name in ("lr", *(("momentum",) if "Cycl" in type(twin).__name__ else ())):
-            if is_symbol(group.get(name)):
-                group[name] = symbol(Number.set_later(trace.recorder, float))
+        for name, value in group.items():
+            if name == "lr" or _changes_all(type(twin)) and name not in ("params", "initial_lr"):
+                group[name] = later(value)
     for name, value in twin.__dict__.items():
         if is_symbol(value):
-            twin.__dict__[name] = symbol(Number.set_later(trace.recorder, value.node.pytype))
+            twin.__dict__[name] = later(value)
+
+
+def _computed(trace: Trace, name: str, value: Any) -> Any:
+    """A value that the step computes for a scheduler becomes a number of the program, by this name."""
+    if isinstance(value, Tensor):
+        if value.numel() != 1:
+            raise CaptureError(
+                f"a scheduler is given a tensor of shape {tuple(value.shape)}",
+                where=trace.recorder.line(), hint="give a number",
+            )  # fmt: skip
+        value = value.item()
+    if not is_symbol(value):
+        return value
+    trace.program.number_exit[name] = value.node.recorded()
+    return Computed(name)
+
+
+def _changes_all(scheduler: type) -> bool:
+    """Whether a scheduler may change more of a group than its learning rate: momentum, betas, or any if a user's."""
+    return "Cycl" in scheduler.__name__ or scheduler.__module__ != "torch.optim.lr_scheduler"
 
 
 @contextlib.contextmanager

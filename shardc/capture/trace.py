@@ -15,7 +15,7 @@ from shardc._torch import FakeTensorMode, FunctionalTensor, FunctionalTensorMode
 from shardc.capture.captured import Captured
 from shardc.capture.checks import check_storages_and_devices, refusals
 from shardc.capture.compare import Carry, after
-from shardc.capture.effects import Effects
+from shardc.capture.effects import Effects, Scheduled
 from shardc.capture.floats import as_float
 from shardc.capture.loss_scale import Scaled
 from shardc.capture.numbers import Number, is_symbol, symbol
@@ -27,6 +27,7 @@ from shardc.capture.scaling import Scaling
 from shardc.capture.sparse import SparseGradients
 from shardc.capture.surroundings import host_random, optimizers, schedulers
 from shardc.capture.twin import Twin
+from shardc.capture.walk import GRAPH
 from shardc.capture.watch import Watch
 from shardc.capture.world import World, write
 from shardc.errors import CaptureError
@@ -110,7 +111,7 @@ class Trace:
         self.sparse = SparseGradients(self.recorder, self.paths)
         self.scaling: Scaling | None = None
         self.stepped: set[str] = set()  # optimizers
-        self.scheduled: list[tuple[str, tuple[Any, ...]]] = []  # calls of schedulers, for the host
+        self.scheduled: list[Scheduled] = []
 
     # -- the twin world ------------------------------------------------------------------------------------------------
 
@@ -230,7 +231,7 @@ class Trace:
     def _stand_in(self, path: str, real: Tensor, shape: tuple[int, ...], stride: tuple[int, ...]) -> FunctionalTensor:
         fake = self.recorder.input_tensor(path, real, shape, stride)
         twin = _torch.functional(fake)
-        twin.requires_grad_(real.requires_grad)
+        twin.requires_grad_(real.requires_grad and path not in self.world.graphs)
         if isinstance(real, torch.nn.Parameter):
             twin._is_param = True
         return twin
@@ -260,7 +261,7 @@ class Trace:
             twin: Any = self.slot_twins[path]
             for name, value in _own_attributes(real):
                 setattr(twin, name, self._copy(value))
-            if not real.requires_grad:
+            if not real.requires_grad or path in self.world.graphs:
                 continue
             if self.scaling is not None:
                 twin.register_hook(self.scaling.unscale)
@@ -356,6 +357,10 @@ class Trace:
         program.inputs.update(self.recorder.const_nodes)
         program.set_output()
         _remove_dead(program, {n for n, _ in self.recorder.guards})
+        output = program.graph.output_node()
+        for path in self.world.graphs:  # what torch's old weight_norm and pruning leave is replaced before it is read
+            if any(user is not output for user in program.entry[path].users):
+                raise CaptureError(f"{path} {GRAPH}", where=path, hint="detach it")
         order = {n: i for i, n in enumerate(n for n in program.graph.nodes if n in program.draws)}
         program.graph.lint()
         for node, i in order.items():

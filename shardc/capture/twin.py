@@ -36,6 +36,7 @@ class Twin:
         self.tensor, self.memo = tensor, dict[int, Any]()
         self.originals: list[Any] = []  # kept alive: ids are keys
         self._globals: dict[int, tuple[dict[str, Any], dict[str, Any]]] = {}
+        self._real: dict[int, dict[str, Any]] = {}
         self._outside: dict[int, list[Resolved]] = {}
         for found in outside:
             if found.key:
@@ -77,7 +78,7 @@ class Twin:
 
     def release(self) -> None:
         """Forget originals and copies."""
-        for table in (self.memo, self.originals, self._globals, self._outside):
+        for table in (self.memo, self.originals, self._globals, self._real, self._outside):
             table.clear()
 
     def _remember(self, obj: Any, twin: Any) -> Any:
@@ -145,16 +146,18 @@ class Twin:
         mine = is_user_code(fn.__code__)
         code = renamed(fn.__code__) if mine and "float" not in fn.__globals__ else fn.__code__
         names = (self._outside.get(id(fn.__globals__)) if mine else None) or code is not fn.__code__
-        if not fn.__closure__ and not names:
+        if not fn.__closure__ and not names and not fn.__defaults__ and not fn.__kwdefaults__:
             return fn
         closure = tuple(self._cell(c) for c in fn.__closure__ or ())
-        same = all(_same(a, b) for a, b in zip(closure, fn.__closure__ or (), strict=True))
+        defaults, named = self.copy(fn.__defaults__), self.copy(fn.__kwdefaults__)
+        same = all(_same(a, b) for a, b in zip(closure, fn.__closure__ or (), strict=True)) and defaults is fn.__defaults__
+        same = same and all(value is named[name] for name, value in (fn.__kwdefaults__ or {}).items())
         if same and not names:
             return self._remember(fn, fn)  # type: ignore[no-any-return]
         scope, missing = self._scope(fn.__globals__) if names else (fn.__globals__, [])
-        twin = types.FunctionType(code, scope, fn.__name__, fn.__defaults__, closure or None)
+        twin = types.FunctionType(code, scope, fn.__name__, defaults, closure or None)
         self._remember(fn, twin)
-        twin.__kwdefaults__ = fn.__kwdefaults__
+        twin.__kwdefaults__ = named
         twin.__dict__.update(fn.__dict__)
         twin.__qualname__, twin.__module__ = fn.__qualname__, fn.__module__
         for found in missing:
@@ -167,7 +170,7 @@ class Twin:
         if known is not None:
             return known[0], []
         scope = {**real, NAME: as_float}
-        self._globals[id(real)] = (scope, dict(scope))
+        self._globals[id(real)], self._real[id(real)] = (scope, dict(scope)), real
         return scope, self._outside.get(id(real), [])
 
     def namespace(self, holder: Any) -> Any:
@@ -175,6 +178,10 @@ class Twin:
         if id(holder) in self._globals:
             return self._globals[id(holder)][0]
         return self.memo.get(id(holder), holder)
+
+    def scopes(self) -> dict[int, dict[str, Any]]:
+        """The user's dict of globals, by the id of its copy."""
+        return {id(scope): self._real[key] for key, (scope, _) in self._globals.items()}
 
     def rebound_globals(self) -> list[str]:
         """Names of globals that the step assigned."""

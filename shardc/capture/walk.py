@@ -24,7 +24,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from shardc.capture.names import Resolved, named_values
 from shardc.capture.numbers import is_symbol
-from shardc.capture.objects import ATOMS, attributes, descends
+from shardc.capture.objects import ATOMS, attributes, descends, value_of
 from shardc.capture.world import SlotRef, World
 from shardc.errors import CaptureError
 from shardc.program import SlotKind
@@ -44,27 +44,41 @@ _WRAPPERS = {
 _OPTIMIZER_OWN = frozenset(("param_groups", "state", "defaults", "_warned_capturable_if_run_uncaptured", "_opt_called"))
 
 
-def observe(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], carried: Iterable[str] = ()) -> World:
+def observe(
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    carried: Iterable[str] = (),
+    kept: frozenset[str] = frozenset(),
+) -> World:
     """Walk everything reachable from the arguments, and from closures and globals that the code names.
 
     Args:
         carried: paths of plain numbers that are inputs of the program, see `Captured.carried` and `World.carry`.
+        kept: paths of tensors in arguments that are state, see `World.kept`.
 
     Raises:
         CaptureError: the arguments do not fit the function, or a tensor is of a kind that cannot be state or input.
     """
-    world = walk_world(bind(fn, args, kwargs), named_values(fn))
+    world = walk_world(bind(fn, args, kwargs), named_values(fn), kept=kept)
     world.carry(carried)
     return world
 
 
+GRAPH = "carries an autograd graph from outside of the step"
 SCOPE = "the scope of {}"
 """Name of the closure cell or the globals that hold a variable of the code."""
 
 
-def walk_world(arguments: dict[str, Any], outside: list[Resolved], index: bool = False, twin: bool = False) -> World:
+def walk_world(
+    arguments: dict[str, Any],
+    outside: list[Resolved],
+    index: bool = False,
+    twin: bool = False,
+    kept: frozenset[str] = frozenset(),
+) -> World:
     """`observe` for given arguments and outside variables; `index` fills the tables of containers, `twin` implies it."""
-    world = World(arguments, outside=outside)
+    world = World(arguments, outside=outside, kept=kept)
     walk = _Walk(world, index or twin, twin)
     for name, value in arguments.items():
         walk.visit(name, value, arguments, name, True)
@@ -80,7 +94,7 @@ def walk_world(arguments: dict[str, Any], outside: list[Resolved], index: bool =
 
 def containers(world: World) -> dict[str, Any]:
     """The containers of a world by path (walks it again)."""
-    return walk_world(world.arguments, world.outside, index=True).objects
+    return walk_world(world.arguments, world.outside, index=True, kept=world.kept).objects
 
 
 def bind(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -108,6 +122,7 @@ class _Walk:
         self.keep: list[Any] = []
         self.parameters: list[tuple[str, Tensor]] = []
         self.optimizers: list[tuple[str, Optimizer]] = []
+        self.groups: dict[int, str] = {}  # id -> path
 
     # `data`: inside the pytree of an argument, where tensors are inputs and not state
     def visit(self, path: str, obj: Any, holder: Any, key: Any, data: bool) -> None:
@@ -143,7 +158,7 @@ class _Walk:
                     self.visit(f"{path}.{k}" if isinstance(k, str) and k.isidentifier() else f"{path}[{k!r}]", v, obj, k, data)
         elif isinstance(obj, collections.UserDict):
             self.visit(path, obj.data, obj, "data", data)
-        elif isinstance(obj, (list, tuple)):
+        elif isinstance(obj, (list, tuple, collections.deque)):
             self.world.signature[path] = (type(obj).__name__, len(obj))
             names = getattr(obj, "_fields", None)
             for i, v in enumerate(obj):
@@ -164,6 +179,10 @@ class _Walk:
             for name, cell in zip(obj.__code__.co_freevars, obj.__closure__ or (), strict=True):
                 with contextlib.suppress(ValueError):  # an empty cell
                     self.visit(f"{path}.{name}", cell.cell_contents, cell, "", False)
+            for i, value in enumerate(obj.__defaults__ or ()):
+                self.visit(f"{path}.default[{i}]", value, obj.__defaults__, i, False)
+            for name, value in (obj.__kwdefaults__ or {}).items():
+                self.visit(f"{path}.{name}", value, obj.__kwdefaults__, name, False)
         elif isinstance(obj, (types.MethodType, functools.partial)):
             self.world.signature[path] = (type(obj).__name__,)
             inner = (obj.__self__, obj.__func__) if isinstance(obj, types.MethodType) else (obj.func, obj.args, obj.keywords)
@@ -185,6 +204,7 @@ class _Walk:
         cls = type(obj)
         self.world.signature[path] = ("object", cls.__module__, cls.__qualname__)
         if isinstance(obj, type) or not descends(cls):
+            self.world.signature[path] = ("object", cls.__module__, cls.__qualname__, value_of(obj))
             return
         for name, value in attributes(obj):
             if isinstance(value, (types.FunctionType, type)):
@@ -206,13 +226,14 @@ class _Walk:
                 self.tensor(f"{path}.{name}", p, module._parameters, name, SlotKind.PARAMETER, False)
         for name, b in module._buffers.items():
             if b is not None:
+                world.places.setdefault(f"{path}.{name}", (module, name)) if self.index else None
                 self.tensor(f"{path}.{name}", b, module._buffers, name, SlotKind.BUFFER, False)
         for name, value in module.__dict__.items():
             if name == "training" or name in _MODULE_OWN:
                 if value and name.endswith("_hooks") and "state_dict" not in name:
                     signature[f"{path}.{name}"] = ("hooks", tuple(value))
-                    for hook in value.values():
-                        self.visit(f"{path}.{name}.hook", hook, None, None, False)
+                    for i, hook in enumerate(value.values()):
+                        self.visit(f"{path}.{name}[{i}]", hook, None, None, False)
                 continue
             self.visit(f"{path}.{name}", value, module, name, False)
         for name, child in module._modules.items():
@@ -241,9 +262,11 @@ class _Walk:
         if t.layout is not torch.strided:
             raise CaptureError(f"{path} is a tensor of layout {t.layout}", where=path, hint="pass dense tensors")
         if t.requires_grad and not t.is_leaf and not self.twin:  # in the twin it is kept without its graph
-            raise CaptureError(f"{path} carries an autograd graph from outside of the step", where=path, hint="detach it")
+            if data:
+                raise CaptureError(f"{path} {GRAPH}", where=path, hint="detach it")
+            world.graphs.add(path)
         trainable = t.requires_grad and t.is_leaf
-        is_input = data and not t.requires_grad
+        is_input = data and not t.requires_grad and path not in world.kept and not hasattr(t, "placements")
         grad = t.grad if t.is_leaf and t.requires_grad else None
         world.signature[path] = (
             "tensor",
@@ -271,6 +294,12 @@ class _Walk:
         signature[path] = ("optimizer", type(optimizer).__qualname__)
         index: dict[int, int] = {}
         for g, group in enumerate(optimizer.param_groups):
+            shared = self.groups.setdefault(id(group), f"{path}.param_groups[{g}]")
+            if shared != f"{path}.param_groups[{g}]":  # with an optimizer inside of this one
+                signature[f"{path}.param_groups[{g}]"] = ("same as", shared)
+                for p in group["params"]:
+                    index[id(p)] = len(index)
+                continue
             for name, value in group.items():
                 where = f"{path}.param_groups[{g}].{name}"
                 if name == "params":

@@ -1,5 +1,5 @@
-"""A torch-function mode over the trace: in-place edits of slots become versions, assignments to ``.data`` are honoured, and
-sparse gradients look sparse."""
+"""A torch-function mode over the trace: in-place edits of slots become versions, assignments to ``.data`` are honoured,
+sparse gradients look sparse, modules can be copied, and `bincount` has the size that is asked of it."""
 
 from __future__ import annotations
 
@@ -30,6 +30,29 @@ _FLOAT32_ON_CUDA = frozenset(
 )  # fmt: skip
 
 
+def _copied(x: Any, memo: dict[int, Any]) -> Any:
+    """`copy.deepcopy` of a tensor inside the step."""
+    if id(x) not in memo:
+        if not x.is_leaf:
+            raise RuntimeError("Only Tensors created explicitly by the user support the deepcopy protocol at the moment")
+        memo[id(x)] = out = x.detach().clone().requires_grad_(x.requires_grad)
+        if isinstance(x, torch.nn.Parameter):
+            out._is_param = True
+    return memo[id(x)]
+
+
+def _bincount(input: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
+    """Of `minlength` bins if no value is larger, which is a decision; else their number is one."""
+    bins = minlength
+    if input.numel() and not (minlength and bool((input < minlength).all())):
+        bins = max(minlength, int(input.max()) + 1)
+    if weights is None:
+        weights = torch.ones_like(input, dtype=torch.int64)
+    elif weights.dtype != torch.float32:
+        weights = weights.double()
+    return torch.zeros(bins, dtype=weights.dtype, device=input.device).index_add(0, input.long(), weights)
+
+
 def _float32(x: Any) -> Any:
     return x.float() if isinstance(x, Tensor) and x.dtype in (torch.float16, torch.bfloat16) else x
 
@@ -54,6 +77,10 @@ class Watch(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if name == "__set__" and func == _SET_DATA:
             return self._set_data(*args)
+        if func is torch.Tensor.__deepcopy__:
+            return _copied(*args)
+        if name == "bincount":
+            return _bincount(*args, **(kwargs or {}))
         if self.device != "cpu" and name in _FLOAT32_ON_CUDA and torch.is_autocast_enabled("cpu"):
             args, kwargs = tuple(map(_float32, args)), {k: _float32(v) for k, v in (kwargs or {}).items()}
         if name == "bernoulli" and args and isinstance(args[0], Tensor):

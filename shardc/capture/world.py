@@ -97,6 +97,8 @@ class World:
     optimizers: dict[str, Optimizer] = dataclasses.field(default_factory=dict)
     schedulers: dict[str, LRScheduler] = dataclasses.field(default_factory=dict)
     outside: list[Resolved] = dataclasses.field(default_factory=list)  # closures and globals the code names
+    graphs: set[str] = dataclasses.field(default_factory=set)  # attributes with an autograd graph, which a step may replace
+    kept: frozenset[str] = frozenset()  # tensors inside of arguments that the step changes: state, not inputs
     places: dict[str, tuple[Any, Any]] = dataclasses.field(default_factory=dict)  # path -> (container, key); of numbers
     # filled by a walk that indexes (which also fills `places` for everything), see `walk.containers`
     names: dict[int, str] = dataclasses.field(default_factory=dict)  # id of a container -> its path

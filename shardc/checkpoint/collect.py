@@ -38,13 +38,16 @@ class Content:
         return {k: t for k, t in self.flat.tensors.items() if k.startswith(SLOT)}
 
 
-def collect(arguments: Mapping[str, Any], fn: Callable[..., Any]) -> Content:
+def collect(arguments: Mapping[str, Any], fn: Callable[..., Any], kept: frozenset[str] = frozenset()) -> Content:
     """The state of the step `fn` for arguments by name. Non-persistent buffers are left out, as in `state_dict()`.
+
+    Args:
+        kept: paths of tensors in arguments that are state, see `World.kept`.
 
     Raises:
         StateError: two entries of one name.
     """
-    world = walk_world(dict(arguments), named_values(fn), index=True)
+    world = walk_world(dict(arguments), named_values(fn), index=True, kept=kept)
     found: list[tuple[Path, Any, Flat]] = []
     known: set[int] = set()
 

@@ -37,10 +37,12 @@ class Loading:
     Args:
         folder: the complete checkpoint, or a file.
         manifest: its manifest; None for what other programs wrote.
+        kept: paths of tensors in arguments that are state; `prepare` adds those that are in the checkpoint.
     """
 
     folder: Path
     manifest: Manifest | None
+    kept: frozenset[str] = frozenset()
     _source: Source | None = None
     _blank: dict[int, Tensor] = field(default_factory=dict)
     _pending: dict[int, Tensor] = field(default_factory=dict)
@@ -102,7 +104,8 @@ class Loading:
             StateError: entries missing, left over, or of other shapes; names them.
         """
         source = self.open(ranks)
-        content = collect(arguments, fn)
+        self.kept |= {key.removeprefix(SLOT) for key in source.tensors if key.startswith(SLOT)}
+        content = collect(arguments, fn, self.kept)
         problems = compare(content, source, own=self.manifest is not None)
         problems.refuse(source.where)
         self._blank.clear()
@@ -123,7 +126,7 @@ class Loading:
         for place, value in (self.manifest.numbers if self.manifest is not None else {}).items():
             if place in content.world.places:
                 write(*content.world.places[place], value)
-        self._pending = {id(t): t for t in collect(arguments, fn).flat.tensors.values()}
+        self._pending = {id(t): t for t in collect(arguments, fn, self.kept).flat.tensors.values()}
         return bool(self._blank)
 
     def fill(self, arguments: Mapping[str, Any], fn: Callable[..., Any], ranks: Ranks | None) -> None:
@@ -132,7 +135,7 @@ class Loading:
         Raises:
             StateError: on all ranks, if one cannot read.
         """
-        source, content = self.open(ranks), collect(arguments, fn)
+        source, content = self.open(ranks), collect(arguments, fn, self.kept)
         parts, wanted = Parts(ranks), []
         skip = [own for _, obj, own in content.objects if not isinstance(obj, nn.Module) and not is_plain_optimizer(obj)]
         done = {key for own in skip for key in own.tensors}

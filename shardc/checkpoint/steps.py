@@ -52,6 +52,7 @@ class Step(Protocol):
     _arguments: dict[str, Any]
     _poisoned: str | None
     _seed: int | None
+    _kept: frozenset[str]
 
     def changed_numbers(self) -> set[str]: ...
 
@@ -101,7 +102,7 @@ def save(path: str | Path, step: Step | nn.Module, *, asynchronous: bool = False
         raise AgreementError(f"rank 0 saves {said[0]}, rank {odd} saves {said[odd]}", hint="save the same on all ranks")
 
     def take() -> tuple[Content, Manifest]:
-        found = collect(step._arguments, step.fn)
+        found = collect(step._arguments, step.fn, step._kept)
         content = Content(found.flat, Parts(ranks), together.rank, asynchronous)
         numbers = plain_numbers(found.world, step.changed_numbers())
         torchs = step.options.rng == "torch"
@@ -155,7 +156,7 @@ def load(path: str | Path, step: Step | nn.Module, *, missing_ok: bool = False) 
     manifest = manifest_of(folder) if folder is not None else None
     if folder is None:
         source_of(path)
-    loading = Loading(folder or path, manifest)
+    loading = Loading(folder or path, manifest, step._kept)
     if manifest is not None:
         _check_stream(step, manifest, str(folder))
     if step._host is not None and step._arguments:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from shardc.rules.call import Builder, Call, Draft, sets
+from shardc.rules.linalg import whole
 from shardc.rules.rule import WHOLE, Rule, Shape
 
 
@@ -69,10 +70,16 @@ TABLE: dict[str, Builder] = {
     "aten.linspace.default": made(kind=WHOLE),
     "aten.eye.default": made(kind=WHOLE),
     "aten.eye.m": made(kind=WHOLE),
+    **{f"aten.{name}_window.{o}": made(kind=WHOLE) for name in ("hann", "hamming", "blackman", "bartlett", "kaiser")
+       for o in ("default", "periodic")},
     "aten.tril_indices.default": made(kind=WHOLE),
     "aten.triu_indices.default": made(kind=WHOLE),
     "aten.randperm.default": made(kind=WHOLE),
     "aten.multinomial.default": drawn,
+    "aten._standard_gamma.default": whole,
+    "aten._sample_dirichlet.default": whole,
+    "aten.poisson.default": whole,
+    "aten.binomial.default": whole,
     "aten.zeros_like.default": like("0"),
     "aten.ones_like.default": like(),
     "aten.full_like.default": like(),

@@ -67,7 +67,7 @@ NONLINEAR = """
     bitwise_left_shift.Tensor bitwise_right_shift.Tensor fill.Scalar softshrink.default hardshrink.default
     native_dropout.default bernoulli.default bernoulli.p bernoulli.Tensor rand_like.default randn_like.default
     randint_like.default randint_like.low_dtype normal_functional.default uniform.default exponential.default
-    normal.Tensor_float normal.Tensor_Tensor normal.float_Tensor
+    normal.Tensor_float normal.Tensor_Tensor normal.float_Tensor _standard_gamma_grad.default _dirichlet_grad.default
 """
 """Nonlinear ones, and the random ones that take their shape from an operand (the draw itself is the runtime's)."""
 

@@ -28,9 +28,13 @@ RANDOM_OPS: dict[str, str] = {
     "aten.randint_like.low_dtype": "randint", "aten.random.default": "randint", "aten.random.from": "randint",
     "aten.random.to": "randint", "aten.randperm.default": "randperm", "aten.exponential.default": "exponential",
     "aten.cauchy.default": "cauchy", "aten.geometric.default": "geometric", "aten.multinomial.default": "multinomial",
-    "aten.native_dropout.default": "dropout",
+    "aten.native_dropout.default": "dropout", "aten._standard_gamma.default": "gamma",
+    "aten._sample_dirichlet.default": "dirichlet", "aten.poisson.default": "poisson", "aten.binomial.default": "binomial",
 }  # fmt: skip
 """The random operators that streams can draw, and what they draw. (Others are refused at capture.)"""
+
+_WHOLE = frozenset(("gamma", "dirichlet", "poisson", "binomial"))
+"""Draws that torch makes by rejection: how many numbers one takes depends on its parameters, which are whole on each rank."""
 
 _BITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
 _CHUNK = 1 << 18
@@ -133,6 +137,19 @@ def _searched(u: Tensor, weights: Tensor) -> Tensor:
     return torch.searchsorted(total, u.contiguous()).clamp_(max=weights.shape[-1] - 1)
 
 
+def _inverted(call: _Call, u: Tensor) -> Tensor:
+    """Draws of `_WHOLE` by the inverse of their cumulative distribution at u, uniform in (0, 1)."""
+    from scipy import special, stats  # type: ignore[import-untyped]
+
+    first: Tensor = call.given["count" if call.kind == "binomial" else "self"].double().cpu()
+    if call.kind in ("gamma", "dirichlet"):
+        out = torch.as_tensor(special.gammaincinv(first.numpy(), u.numpy()))
+        return out if call.kind == "gamma" else out / out.sum(-1, keepdim=True)
+    if call.kind == "poisson":
+        return torch.as_tensor(stats.poisson.ppf(u.numpy(), first.numpy()))
+    return torch.as_tensor(stats.binom.ppf(u.numpy(), first.numpy(), call.given["prob"].double().cpu().numpy()))
+
+
 class CounterStream:
     """Numbers from Philox4x64-10 (Salmon et al. 2011): element i of draw k of a step is a function of (seed, step, k, i) alone,
     i being its row-major global index. So parts need no communication, and neither plan nor order matters.
@@ -167,6 +184,9 @@ class CounterStream:
             return _part(torch.from_numpy(np.argsort(keys, kind="stable")).to(dtype), spec, mesh, coord).to(device)
         if call.kind == "multinomial":
             return self._multinomial(call, spec, mesh, coord, index).to(device=device, dtype=dtype)
+        if call.kind in _WHOLE:
+            u = self._fill(torch.empty(shape, dtype=torch.float64), spec, mesh, coord, index, _open)
+            return _inverted(call, u).to(device=device, dtype=dtype)
 
         def made(transform: Callable[[Raw], Tensor], of: torch.dtype = dtype) -> Tensor:
             return self._fill(torch.empty(shape, dtype=of), spec, mesh, coord, index, transform).to(device)
@@ -372,6 +392,10 @@ class TorchStream:
             keyed = ShardSpec((*spec.dims[:-1], ShardSpec.parse(f"[{weights.shape[-1]}]").dims[0]))
             keys = torch.empty(keyed.shape, dtype=weights.dtype, device=g.device).exponential_(1, generator=g)
             return _sampled(part(keys, keyed), weights, count)
+        if call.kind in _WHOLE:
+            operands = [t.to(g.device) for t in call.given.values() if isinstance(t, Tensor)]
+            packet = getattr(torch.ops.aten, call.name.split(".")[1])
+            return packet(*operands, generator=g).to(device=device, dtype=dtype)
         if call.kind == "randperm":
             return part(torch.randperm(spec.shape[0], generator=g, dtype=dtype, device=g.device))
         if call.kind == "randint":
