@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import shardc
 from shardc.capture import capture, observe
 from shardc.errors import CaptureError
 
@@ -255,3 +256,22 @@ def test_wrong_arguments() -> None:
 
     with pytest.raises(CaptureError, match="missing a required argument: 'x'"):
         observe(step, (nn.Linear(1, 1),), {})
+
+
+def test_two_optimizers_for_one_parameter() -> None:
+    def step(model: Any, one: Any, two: Any, x: Tensor, y: Tensor) -> Tensor:
+        return finish(model, one, x, y)
+
+    model, one, x, y = world()
+    refuse(step, "two optimizers", model, one, torch.optim.SGD(model[0].parameters(), lr=0.1), x, y, line=False)
+
+
+def test_a_batch_is_no_state_wherever_it_lies() -> None:
+    def step(model: Any, optimizer: Any, batch: Any) -> Tensor:
+        batch["x"].sub_(batch["x"].mean())
+        return finish(model, optimizer, batch["x"], batch["y"])
+
+    model, optimizer, x, y = world()
+    refuse(step, r"changes the input batch\.x in place", model, optimizer, {"x": x, "y": y}, line=False)
+    with pytest.raises(CaptureError, match=r"changes the input batch\.x in place"):
+        shardc.compile(step, mesh=shardc.Mesh(dp=2, simulated=True))(model, optimizer, {"x": x, "y": y})

@@ -241,19 +241,3 @@ def test_sam_shares_the_groups_of_the_optimizer_inside() -> None:
         return made(lambda params: Sam(params, torch.optim.SGD, rho=0.05, lr=0.05, momentum=0.9))
 
     check_all(step, make, batches(), POINTS)
-
-
-def test_two_optimizers_of_the_same_parameters() -> None:
-    def step(model: nn.Module, one: torch.optim.Optimizer, two: torch.optim.Optimizer, x: Tensor, y: Tensor) -> Tensor:
-        loss = F.mse_loss(model(x), y)
-        loss.backward()
-        one.step()
-        two.step()
-        one.zero_grad()
-        return loss
-
-    def make() -> tuple[Any, ...]:
-        model = Net()
-        return model, torch.optim.Adam(model.parameters(), lr=0.01), torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-
-    check_all(step, make, batches(), POINTS)

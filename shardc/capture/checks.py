@@ -40,6 +40,15 @@ def check_storages_and_devices(world: World) -> None:
             raise CaptureError(
                 f"the {what} lie on several devices: {p0} on {d0}, {p1} on {d1}", where=p1, hint="move all to one"
             )
+    of: dict[str, tuple[str, int]] = {}
+    for name, optimizer in world.optimizers.items():
+        for group in optimizer.param_groups:  # one that wraps another may share its groups
+            for path in (world.tensors[id(p)] for p in group["params"]):
+                first_name, first_group = of.setdefault(path, (name, id(group)))
+                if first_name != name and first_group != id(group):
+                    raise CaptureError(
+                        f"two optimizers, {first_name} and {name}, update {path}", where=path, hint="give it to one"
+                    )
     seen: dict[int, list[tuple[int, int, str]]] = {}
     for path, t in [*((p, s.get()) for p, s in world.slots.items()), *world.inputs.items()]:
         if t.numel() == 0 or hasattr(t, "placements"):

@@ -55,15 +55,25 @@ def _walk_twin(trace: Trace, arguments: dict[str, Any]) -> World:
 
 
 class InputsChanged(CaptureError):
-    """The step changes inputs in place. Those that lie in a list, dict or object of an argument (`paths`) can be state."""
+    """The step changes inputs in place. Those that lie in a list, dict or object of an argument can be state, but for parts of
+    the batch: those of as many rows as an input that the step only reads, unless they are shaped as a parameter."""
 
-    def __init__(self, paths: list[str]) -> None:
+    def __init__(self, paths: list[str], world: World) -> None:
         super().__init__(
             f"the step changes the input {paths[0]} in place", where=paths[0],
             hint="clone it first, or hold it in a list or a module (a buffer), where it is state",
         )  # fmt: skip
         self.paths = frozenset(paths)
-        self.nested = all("." in path or "[" in path for path in paths) and not any(p.startswith("const[") for p in paths)
+        shapes = {tuple(slot.get().shape) for slot in world.slots.values() if slot.kind is SlotKind.PARAMETER}
+        read = {t.shape[0] for path, t in world.inputs.items() if t.dim() and path not in self.paths}
+
+        def state(path: str) -> bool:
+            t = world.inputs.get(path)
+            if t is None or not ("." in path or "[" in path):
+                return False
+            return not t.dim() or tuple(t.shape) in shapes or t.shape[0] not in read
+
+        self.nested = all(map(state, paths))
 
 
 class Carry(Exception):
@@ -109,7 +119,7 @@ class _Comparison:
         entries = {**self.trace.recorder.const_nodes, **self.program.inputs}
         changed = [path for path, twin in self.trace.input_twins.items() if self._node(twin, path) is not entries[path]]
         if changed:
-            raise InputsChanged(changed)
+            raise InputsChanged(changed, self.old)
 
     def _slots(self) -> None:
         program, trace = self.program, self.trace

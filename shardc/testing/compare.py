@@ -69,7 +69,8 @@ class Tally:
     def step(self, index: int, got: Step) -> tuple[list[Difference], list[Rounded]]:
         """Compare what one call returned and left behind with the oracle's same call."""
         want = self.oracle.plain.steps[index]
-        self.floor = FLOOR * max((magnitude(t) for t in (*want.results.values(), *want.state.values()) if _real(t)), default=0.0)
+        real = [t for t in (*want.results.values(), *want.state.values()) if _real(t)]
+        self.floor = FLOOR * max(map(magnitude, real), default=0.0)
         bad: list[Difference] = []
         rounded: list[Rounded] = []
         for part in ("results", "state"):
