@@ -106,7 +106,7 @@ class _Builder:
     def _clone(self, reg: Reg, suffix: str, form: torch.memory_format | None = None) -> Reg:
         """A copy of a register right after it is made; it enters the code at the next `_flush`."""
         made, old = self.maker[reg], self.aliases.out[reg]
-        new = Out(self.low.next_reg, old.spec, old.dtype)
+        new = Out(self.low.next_reg, old.spec, old.dtype, old.tier)
         self.low.next_reg += 1
         kwargs: tuple[tuple[str, Any], ...] = () if form is None else (("memory_format", form),)
         copy = Compute(
@@ -220,7 +220,7 @@ class _Builder:
             if pairs and len(copied) < len(pairs):
                 for a in copied:
                     old = self.aliases.out[i.args[a].reg]
-                    new = Out(self.low.next_reg, old.spec, old.dtype)
+                    new = Out(self.low.next_reg, old.spec, old.dtype, old.tier)
                     self.low.next_reg += 1
                     self.low.types[new.reg] = self.low.types[old.reg]
                     copy = Compute(
