@@ -28,18 +28,21 @@ from shardc.mesh import Mesh
 from shardc.options import Options
 from shardc.plan import Plan, build
 from shardc.program import Program, TensorType
+from shardc.runtime.disk import disk_note
 from shardc.runtime.state import Watch, own_part
 from shardc.runtime.tiers import tier_of
 from shardc.runtime.whole import full_state_dict
 from shardc.runtime.world import setup
-from shardc.tiers import DEVICE
+from shardc.tiers import DEVICE, DISK, Offload
 from shardc.variants import StepStats, Variant, Variants, same_key
 
 DryRun = Callable[["CompiledStep", tuple[Any, ...], dict[str, Any]], None]
 _dry_run: contextvars.ContextVar[DryRun | None] = contextvars.ContextVar("shardc_dry_run", default=None)
 
 
-SHOWN = ("zero", "batch", "params", "activations", "microbatches", "recompute", "offload", "precision", "rng", "seed", "inputs_are")
+SHOWN = (
+    "zero", "batch", "params", "activations", "microbatches", "recompute", "offload", "precision", "rng", "seed", "inputs_are",
+)  # fmt: skip
 """Options that a plan remembers and prints."""
 
 
@@ -67,8 +70,8 @@ def compile(fn: Callable[..., Any] | None = None, /, **options: Any) -> Any:
         activations: ``{"*.mlp": P("dp", "tp")}``: specs of what modules return, by the name pattern of the module.
         microbatches: how many parts of the batch are computed one after another; the result is that of the whole batch.
         recompute: "full", or ``{"save": [names]}`` of `shardc.save_name`: activations that the backward computes again.
-        offload: ``{"optimizer": "host", "params": "disk", "gradients": "host", "activations": "host"}``, any of them: what rests
-            in host memory or on disk between its uses; also "staging" (a bound in bytes) and "folder" (of the disk's files).
+        offload: ``{"optimizer": "host", "params": "disk", "gradients": "host", "activations": "host"}``, any of them: what
+            rests in host memory or on disk between its uses; also "staging" (a bound in bytes), "folder" (of the disk's files).
         precision: "bf16" or "fp16": what forward and backward compute in; weights and optimizer state keep their dtype.
             "fp16" scales the loss dynamically, inside the step.
         plan: path of a saved plan to run.
@@ -321,7 +324,10 @@ class CompiledStep:
     def _built(self, program: Program, stages: dict[str, Program] | None = None) -> Plan:
         stages = stages or passes.run(program, self.options)
         shown = {k: getattr(self.options, k) for k in SHOWN}
-        return build(list(stages.values())[-1], options=shown, stages=stages)
+        final = list(stages.values())[-1]
+        if any(info.tier == DISK for info in final.info.values()):
+            final.notes.append(disk_note(Offload.of(self.options.offload).folder))
+        return build(final, options=shown, stages=stages)
 
     # -- planning --------------------------------------------------------------------------------------------------
 

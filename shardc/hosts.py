@@ -31,7 +31,7 @@ from shardc.runtime.state import Values, own_part, rest, shard_module_state, tak
 from shardc.runtime.tiers import Tiers, verified
 from shardc.runtime.world import Ranks
 from shardc.spec import Factor, P, ShardSpec
-from shardc.tiers import DEVICE, DISK, Offload
+from shardc.tiers import DEVICE, Offload
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ TIERS = (DEVICE, HOST, DISK)
 """From the nearest to the farthest."""
 
 SECTOR = 512
-"""State smaller than this many bytes rests in host memory where the disk is asked for: a file moves sectors."""
+"""What is smaller than this many bytes rests in host memory where the disk is asked for: a file moves sectors."""
 
 
 def to_tier(x: torch.Tensor, tier: str, into: torch.Tensor | None = None, wait: bool = True) -> torch.Tensor:

@@ -97,7 +97,8 @@ class _Offloading(Rewriter):
     def _bound(self, given: int | None) -> int:
         """The bound on staging, in bytes."""
         aside = [root for root, a in self.away.items() if self.cuda or DISK in (a.home, a.rests)]
-        out = [self.storages.nbytes(self.old.exit[p]) for p, x in self.needs.exits.items() if DISK in x.hops or self.cuda and x.hops]
+        exits = [p for p, x in self.needs.exits.items() if DISK in x.hops or self.cuda and x.hops]
+        out = [self.storages.nbytes(self.old.exit[p]) for p in exits]
         largest = max([*map(self.storages.nbytes, aside), *out], default=0)
         return 2 * largest if given is None else given
 
@@ -279,6 +280,8 @@ class _Offloading(Rewriter):
         while self.going and sum(g[2] for g in self.going) + n > self.bound:
             self._settle()
         self.going.append((self._move(value, node, tier, path), value, n, done))
+        if n > self.bound:
+            self._settle()
 
     def _settle(self) -> None:
         """Wait for the oldest of what goes away."""
@@ -322,10 +325,10 @@ class _Offloading(Rewriter):
                 n = sum(self._bytes(self.old.slots[p].storage, self.old.slots[p].type.dtype) for p in paths)
                 if paths:
                     out.append(f"offload: {len(paths)} {noun} on {tier}, {size(n)} a rank")
-        gone = [root for root, a in self.away.items() if a.leaves is not None]
-        if gone:
-            tier = self.away[gone[0]].rests
-            out.append(f"offload: {len(gone)} activations on {tier} till the backward, {size(sum(map(self.storages.nbytes, gone)))}")
+        for tier in (HOST, DISK):
+            gone = [self.storages.nbytes(root) for root, a in self.away.items() if a.leaves is not None and a.rests == tier]
+            if gone:
+                out.append(f"offload: {len(gone)} activations on {tier} till the backward, {size(sum(gone))}")
         calls = [n for n in self.host if not is_getitem(n)]
         if calls:
             out.append(f"offload: {len(calls)} operators of the update run on the host")

@@ -10,7 +10,7 @@ from torch import fx
 
 from shardc.passes.storages import Storages
 from shardc.program import Phase, Program, TensorType
-from shardc.tiers import DEVICE, DISK, HOST, hops
+from shardc.tiers import DEVICE, DISK, HOST, SECTOR, hops
 
 
 @dataclass
@@ -125,6 +125,8 @@ class Needs:
         for root, uses in self.uses.items():
             home = self.home(root)
             rests = activations if activations != DEVICE and self._left_by_forward(root, home) else home
+            if rests == DISK != home and self.storages.nbytes(root) < SECTOR:
+                rests = HOST
             uses = sorted(uses)
             if rests == home and all(tier == home for _, tier in uses):
                 continue

@@ -82,7 +82,9 @@ def _device_seconds(
     assert program.mesh is not None
     device = profile_of(program.mesh)
     moved = sum(storages.nbytes(r) for r in {r for n in together for r in storages.read_by(n)} & resting)
-    moved += sum(storages.nbytes(n) for path, n in program.exit.items() if tiers[path] != DEVICE and storages.root(n) in together)
+    moved += sum(
+        storages.nbytes(n) for path, n in program.exit.items() if tiers[path] != DEVICE and storages.root(n) in together
+    )
     return moved / device.host_link + _traffic(storages, together) / (device.memory_bandwidth * device.memory_efficiency)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import torch
 
-from shardc.instructions import Arrive, Collective, Compute, Input, Instruction, Transfer, Out, Read, Ref, Reg, outs_of, uses_of
+from shardc.instructions import Arrive, Collective, Compute, Input, Instruction, Out, Read, Ref, Reg, Transfer, outs_of, uses_of
 
 _VIEWS_BY_KERNEL = {"aten._unsafe_view.default"}
 """Operators whose schema does not say that the result is a view."""

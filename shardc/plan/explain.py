@@ -8,7 +8,20 @@ from typing import TYPE_CHECKING
 
 from shardc.dtypes import short
 from shardc.errors import PlanError
-from shardc.instructions import Collective, Compute, Delete, Input, Instruction, Transfer, Read, Ref, Reg, Write, outs_of, uses_of
+from shardc.instructions import (
+    Collective,
+    Compute,
+    Delete,
+    Input,
+    Instruction,
+    Read,
+    Ref,
+    Reg,
+    Transfer,
+    Write,
+    outs_of,
+    uses_of,
+)
 from shardc.plan.reasons import reasons, slot_reason
 from shardc.plan.text import seconds, size, table
 from shardc.program import Slot

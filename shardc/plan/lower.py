@@ -24,11 +24,11 @@ from shardc.instructions import (
     Local,
     LocalDim,
     LocalStart,
-    Transfer,
     Out,
     Read,
     Ref,
     Reg,
+    Transfer,
 )
 from shardc.program import Info, Program, TensorType, op_name
 from shardc.reshard import STEP_OPS, Step

@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from shardc.instructions import Collective, Compute, Input, Instruction, Transfer, Out, outs_of
+from shardc.instructions import Collective, Compute, Input, Instruction, Out, Transfer, outs_of
 from shardc.mesh import Coord, Mesh
 from shardc.plan.alias import Aliases
 from shardc.plan.roles import CATEGORIES, SLOT_CATEGORY, Roles

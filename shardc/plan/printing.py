@@ -68,7 +68,8 @@ def leaf(slot: Slot) -> str:
 
 
 def _signature(slot: Slot) -> tuple[object, ...]:
-    return slot.kind, slot.type.shape, slot.type.dtype, slot.storage, slot.compute, slot.trainable, bool(slot.aliases), slot.tier
+    layout = slot.type.shape, slot.type.dtype, slot.storage, slot.compute, slot.tier
+    return slot.kind, layout, slot.trainable, bool(slot.aliases)
 
 
 def _state_row(plan: Plan, name: str, slot: Slot, count: int) -> list[str]:

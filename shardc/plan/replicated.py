@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from shardc._torch import may_alias
-from shardc.instructions import Arrive, Collective, Compute, Instruction, Transfer, Read, Reg, outs_of, uses_of
+from shardc.instructions import Arrive, Collective, Compute, Instruction, Read, Reg, Transfer, outs_of, uses_of
 from shardc.program import Program, SlotKind
 from shardc.spec import ShardSpec
 

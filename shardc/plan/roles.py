@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from shardc.instructions import Arrive, Collective, Compute, Instruction, Transfer, Read, Ref, Reg, Write, outs_of, uses_of
+from shardc.instructions import Arrive, Collective, Compute, Instruction, Read, Ref, Reg, Transfer, Write, outs_of, uses_of
 from shardc.plan.alias import Aliases
 from shardc.program import Slot, SlotKind
 from shardc.reshard import Step
@@ -57,10 +57,10 @@ class Roles:
             if slot is not None and slot.kind == SlotKind.PARAMETER:
                 self.parameter[i.out.reg] = i.slot
         elif isinstance(i, (Transfer, Arrive)):
-            src = i.src if isinstance(i, Transfer) else i.moved
-            if src in self.parameter:
-                self.parameter[i.out.reg] = self.parameter[src]
-            if self.aliases.root[src] in self.aliases.slot or self.aliases.root[src] in self.staged:
+            of = i.src if isinstance(i, Transfer) else i.moved
+            if of in self.parameter:
+                self.parameter[i.out.reg] = self.parameter[of]
+            if self.aliases.root[of] in self.aliases.slot or self.aliases.root[of] in self.staged:
                 self.staged.add(i.out.reg)
         elif isinstance(i, Collective):
             if i.src in self.parameter:

@@ -24,11 +24,11 @@ from shardc.instructions import (
     Local,
     LocalDim,
     LocalStart,
-    Transfer,
     Out,
     Read,
     Ref,
     Return,
+    Transfer,
     Write,
 )
 from shardc.mesh import Mesh

@@ -143,5 +143,11 @@ class Tracker:
 
     def profile(self) -> MemoryProfile:
         return MemoryProfile(
-            self.base, tuple(self.timeline or ()), self.peak, self.peak_at, dict(self.at_peak), tuple(self.categories), dict(self.away_peak)
+            self.base,
+            tuple(self.timeline or ()),
+            self.peak,
+            self.peak_at,
+            dict(self.at_peak),
+            tuple(self.categories),
+            dict(self.away_peak),
         )

@@ -76,7 +76,7 @@ class File:
     """
 
     def __init__(self, folder: str | None, rank: int) -> None:
-        where = Path(folder) if folder is not None else Path(tempfile.gettempdir())
+        where = _folder(folder)
         try:
             where.mkdir(parents=True, exist_ok=True)
             sweep(where)
@@ -188,13 +188,19 @@ def _open_direct(path: Path, fd: int) -> int | None:
     return direct if good else None
 
 
-def direct_in(folder: str | None) -> bool:
-    """Whether the disk tier goes past the page cache in a folder."""
-    file = File(folder, 0)
-    try:
-        return file.direct
-    finally:
-        file.remove()
+def disk_note(folder: str | None) -> str:
+    """Words for a plan: where the files are, and how they are read and written."""
+    where = _folder(folder)
+    if not where.is_dir():
+        return f"disk: one file for each rank in {where}"
+    file = File(str(where), 0)
+    how = "O_DIRECT" if file.direct else "through the page cache: the file system has no O_DIRECT, or maps do not follow it"
+    file.remove()
+    return f"disk: one file for each rank in {where} ({how})"
+
+
+def _folder(given: str | None) -> Path:
+    return Path(given if given is not None else tempfile.gettempdir())
 
 
 class Region:

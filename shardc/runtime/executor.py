@@ -329,7 +329,8 @@ class Executor:
         """Source that counts what the kernel of a Compute holds beyond its results."""
         outs = outs_of(i)
         found = None
-        if outs and outs[0].tier == DEVICE and outs[0].dtype is not None and i.draw is None and not i.inplace and self._fills(i) is None:
+        here = bool(outs) and outs[0].dtype is not None and outs[0].tier == DEVICE
+        if here and i.draw is None and not i.inplace and self._fills(i) is None:
             found = workspace_of(i.op, self.liveness.kernel(i.op).function, self.device)
         if found is None:
             return []

@@ -5,7 +5,21 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 
-from shardc.instructions import Arrive, Collective, Compute, Input, Instruction, Transfer, Read, Reg, Return, Write, outs_of, refs, uses_of
+from shardc.instructions import (
+    Arrive,
+    Collective,
+    Compute,
+    Input,
+    Instruction,
+    Read,
+    Reg,
+    Return,
+    Transfer,
+    Write,
+    outs_of,
+    refs,
+    uses_of,
+)
 from shardc.mesh import Mesh
 from shardc.runtime import kernels
 

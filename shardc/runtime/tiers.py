@@ -92,7 +92,9 @@ class Tiers:
             StateError: no space on disk.
         """
         if src.is_meta:
-            return torch.empty_strided(src.shape, self._stride(i, src), dtype=src.dtype, device="meta") if into is None else into
+            if into is not None:
+                return into
+            return torch.empty_strided(src.shape, self._stride(i, src), dtype=src.dtype, device="meta")
         there = i.out.tier
         if there == DISK:
             out = self._store(i.module or i.name, src, into, self._stride(i, src))
@@ -140,7 +142,7 @@ class Tiers:
             out.copy_(src)
             return
         near = out if out.is_cuda else src
-        stream = self._streams.setdefault(near.device, None) or torch.cuda.Stream(near.device)
+        stream = self._streams.setdefault(near.device, None) or torch.cuda.Stream(near.device)  # type: ignore[no-untyped-call]
         self._streams[near.device] = stream
         stream.wait_stream(torch.cuda.current_stream(near.device))
         with torch.cuda.stream(stream):
