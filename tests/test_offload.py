@@ -265,7 +265,8 @@ def test_prefetch_keeps_to_the_bound() -> None:
                 started[i.out.reg] = k
             if isinstance(i, Arrive):
                 between += k - started.pop(i.moved) - 1
-            for tier in (HOST, DISK) if isinstance(i, Compute) else ():
+            works = isinstance(i, Compute) and not any(o.reg in plan.aliases.source for o in outs_of(i))
+            for tier in (HOST, DISK) if works else ():
                 assert sum(sizes[r] for r in started if tiers[r] == tier) <= bound
         assert not started
         ahead[bound] = between
@@ -273,14 +274,14 @@ def test_prefetch_keeps_to_the_bound() -> None:
 
 
 def test_the_update_runs_where_it_is_faster() -> None:
-    """AdamW moves four times its gradient to and from a GPU, momentum twice; a factored state is small."""
+    """The state of AdamW is four times its gradient, there and back; on a GPU that of momentum, twice, is sooner moved."""
     gpu = shardc.Mesh(dp=1, device="cuda", profile="H100")
 
     def host(plan: Any) -> int:
-        return sum(isinstance(i, Compute) and any(o.tier == HOST for o in outs_of(i)) for i in plan.instructions)
+        calls = [i for i in plan.instructions if isinstance(i, Compute) and any(o.tier == HOST for o in outs_of(i))]
+        return sum(i.op.startswith("shardc.") for i in calls)
 
-    assert host(lowered(offload=on(HOST, "optimizer"))) == 15 - 1
-    assert host(lowered(optimizer="factored", offload=on(HOST, "optimizer"))) < 100
+    assert host(lowered(offload=on(HOST, "optimizer"))) == len(list(Network().parameters()))
     assert host(lowered(optimizer="momentum", mesh=gpu, offload=on(HOST, "optimizer"))) == 0
     assert host(lowered(optimizer="momentum", mesh=gpu, offload=on(HOST, "optimizer", "params"))) > 0
 
@@ -309,10 +310,9 @@ def test_saved_plan_runs(tmp_path: Path) -> None:
     options = {"mesh": shardc.Mesh(dp=2, simulated=True), "zero": 2, "offload": on(DISK)}
     plan = shardc.compile(train, **options).lower(*make_state(), *batches()[0])
     plan.save(tmp_path / "plan.json")
-    step, want, state, other = shardc.compile(train, **options, plan=str(tmp_path / "plan.json")), [], make_state(), make_state()
+    step, state, other = shardc.compile(train, **options, plan=str(tmp_path / "plan.json")), make_state(), make_state()
     for x in batches():
-        want.append(train(*other, *x).item())
-        assert abs(step(*state, *x).item() - want[-1]) < 1e-5
+        same(step(*state, *x), train(*other, *x))
     assert step.plan.hash == plan.hash
 
 
@@ -479,8 +479,10 @@ def test_torn_file(tmp_path: Path) -> None:
     (path,) = tmp_path.iterdir()
     name, offset = weight_of(state[0])
     os.truncate(path, offset)
-    with pytest.raises(StateError, match=r"on disk cannot be read"):
+    with pytest.raises(StateError, match=r"on disk cannot be (read|mapped)"):
         step(*state, *batches()[0])
+    with pytest.raises(StateError, match=rf"{re.escape(name)} on disk cannot be read"):
+        step.full_state_dict()
 
 
 def test_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -493,7 +495,7 @@ def test_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_failed_write_poisons_the_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    step, state = running(DISK, tmp_path / "files")
+    step, state = running(DISK, tmp_path / "files", offload={**on(DISK, *STATE), "folder": str(tmp_path / "files")})
     shardc.save(tmp_path / "ckpt", step)
 
     def broken(*_: Any) -> int:

@@ -47,7 +47,9 @@ def offload(program: Program, options: Offload) -> Program:
     """See the module docstring."""
     tiers = resting(program, options)
     if options.activations in (None, DEVICE) and all(tier == DEVICE for tier in tiers.values()):
-        return program
+        if all(slot.tier == DEVICE for slot in program.slots.values()):
+            return program
+        return replace(program, slots={path: replace(slot, tier=DEVICE) for path, slot in program.slots.items()})
     return _Offloading(program, options, tiers).run()
 
 
