@@ -64,17 +64,17 @@ PROFILES: dict[str, DeviceProfile] = {
     # NVIDIA A100 SXM4 80 GB: NVLink 3 300 GB/s each way, 200 Gb/s a device between nodes. float32 without TF32.
     "A100": DeviceProfile(
         "A100", {_F64: 19.5e12, _F32: 19.5e12, _BF16: 312e12, _F16: 312e12},
-        80 * 10**9, 2.04e12, 5e-6, 8, 300e9, 3e-6, 25e9, 1.2e-5, 25e9, 2.5e10, 2e9,
+        80 * 10**9, 2.04e12, 5e-6, 8, 300e9, 3e-6, 25e9, 1.2e-5, 25e9, 5e10, 2e9,
     ),
     # NVIDIA H100 SXM5: NVLink 4 450 GB/s each way, 400 Gb/s a device between nodes.
     "H100": DeviceProfile(
         "H100", {_F64: 67e12, _F32: 67e12, _BF16: 989e12, _F16: 989e12},
-        80 * 10**9, 3.35e12, 5e-6, 8, 450e9, 3e-6, 50e9, 1e-5, 50e9, 4e10, 3e9,
+        80 * 10**9, 3.35e12, 5e-6, 8, 450e9, 3e-6, 50e9, 1e-5, 50e9, 7e10, 3e9,
     ),
     # NVIDIA H200 SXM: an H100 with more and faster memory.
     "H200": DeviceProfile(
         "H200", {_F64: 67e12, _F32: 67e12, _BF16: 989e12, _F16: 989e12},
-        141 * 10**9, 4.8e12, 5e-6, 8, 450e9, 3e-6, 50e9, 1e-5, 50e9, 4e10, 3e9,
+        141 * 10**9, 4.8e12, 5e-6, 8, 450e9, 3e-6, 50e9, 1e-5, 50e9, 7e10, 3e9,
     ),
 }  # fmt: skip
 

@@ -16,7 +16,7 @@ import tempfile
 import weakref
 import zlib
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -235,7 +235,7 @@ class Region:
 
         def work() -> None:
             if before is not None:
-                before.result()
+                wait([before])  # whether it failed does not matter: all is written anew
             pages = source.data_ptr() % PAGE == 0
             data = _bytes(source, padded(self.nbytes) if pages else self.nbytes)
             self.checksum = zlib.crc32(data[: self.nbytes])
@@ -249,7 +249,7 @@ class Region:
 
         def work() -> None:
             if before is not None:
-                before.result()
+                wait([before])  # if it failed, so will the checksum
             data = _bytes(out, padded(self.nbytes))
             try:
                 self.file.pread(data, self.offset)
@@ -260,14 +260,16 @@ class Region:
         return self.file.reader.submit(work)
 
     def settle(self) -> None:
-        """Wait for the write under way."""
-        if self.pending is not None:
-            self.pending.result()
-            self.pending = None
+        """Wait for the write under way, and raise what it raised."""
+        pending, self.pending = self.pending, None
+        if pending is not None:
+            pending.result()
 
     def seen(self, t: Tensor) -> None:
         """`t` lies here: if it was changed in place since the last look, by the user, this is its value now."""
-        self.settle()
+        if self.pending is not None:  # of a step that failed: what it wrote has another checksum than it should
+            wait([self.pending])
+            self.pending = None
         if t._version != self.version or self.checksum is None:
             self.checksum = zlib.crc32(_bytes(t, self.nbytes))
             self.version = t._version
