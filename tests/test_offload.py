@@ -542,14 +542,14 @@ for k, x in list(enumerate(batches(steps)))[start:]:
 
 
 def offloading(folder: Path, steps: int, kill_after: float | None = None) -> dict[str, Any]:
-    """Run the program above, or kill it so many seconds after its first step; what it said."""
+    """Run the program above, or kill it so many seconds after its second step; what it said."""
     command = [sys.executable, "-c", KILLED, str(folder), str(steps), str(Path(__file__).parent)]
     lines = []
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}) as process:
         assert process.stdout is not None
         for line in process.stdout:
             lines.append(line.split())
-            if kill_after is not None and line.startswith("loss"):
+            if kill_after is not None and len(lines) > 2:  # the first two steps are compiled
                 time.sleep(kill_after)
                 process.send_signal(signal.SIGKILL)
                 kill_after = None
@@ -559,18 +559,25 @@ def offloading(folder: Path, steps: int, kill_after: float | None = None) -> dic
     return {"start": start, "losses": losses, "saved": [int(w[1]) for w in lines if w[0] == "saved" and len(w) == 2]}
 
 
-def kill_during_offload(folder: Path, seed: int, steps: int = 12) -> int:
+@functools.lru_cache
+def uninterrupted(steps: int) -> list[float]:
+    return _losses(train_keeping, batches(steps), offload=on(HOST))
+
+
+def kill_during_offload(folder: Path, seed: int, steps: int = 20) -> int:
     """Kill a run with its state on disk at a random moment, then resume: the losses are bit for bit those of a run that was
     not killed, and the files of the dead are gone. The step from which it went on."""
     folder.mkdir()
-    want = {k: v for k, v in enumerate(_losses(train_keeping, batches(steps), offload=on(HOST)))}
-    killed = offloading(folder, steps, random.Random(seed).uniform(0, 0.5))
+    want = uninterrupted(steps)
+    killed = offloading(folder, steps, random.Random(seed).uniform(0, 2.5))
+    left = len(list((folder / "files").iterdir()))
     resumed = offloading(folder, steps)
     assert resumed["start"] >= max(killed["saved"], default=0)
     assert sorted({**killed["losses"], **resumed["losses"]}) == list(range(steps))
     for losses in (killed["losses"], resumed["losses"]):
         assert all(value == want[k] for k, value in losses.items())
     assert not list((folder / "files").iterdir())
+    assert left == 2 or len(killed["losses"]) == steps  # the files of the dead, one for each rank
     return int(resumed["start"])
 
 
