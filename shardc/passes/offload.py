@@ -62,15 +62,28 @@ def resting(program: Program, options: Offload) -> dict[str, str]:
         node = program.entry.get(path) or program.exit.get(path)
         n = 0 if node is None else storages.nbytes(node)
         out[path] = DEVICE if not n else HOST if asked == DISK and n < SECTOR else asked
-    return out
+    return out | dict.fromkeys(_bound_to_device(program, out), DEVICE)
+
+
+def _bound_to_device(program: Program, tiers: Mapping[str, str]) -> list[str]:
+    """Gradients that torch wants on the device, since their parameter is there: on CUDA."""
+    if not _on_cuda(program):
+        return []
+    grads = [s for s in program.slots.values() if s.kind == SlotKind.GRADIENT and tiers[s.path] != DEVICE]
+    return [s.path for s in grads if tiers.get(s.of, DEVICE) == DEVICE]
+
+
+def _on_cuda(program: Program) -> bool:
+    assert program.mesh is not None
+    device = program.mesh.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    return device.startswith("cuda")
 
 
 class _Offloading(Rewriter):
     def __init__(self, program: Program, options: Offload, tiers: Mapping[str, str]) -> None:
         super().__init__(program)
-        assert program.mesh is not None
-        device = program.mesh.device or ("cuda" if torch.cuda.is_available() else "cpu")
-        self.cuda = device.startswith("cuda")
+        self.cuda = _on_cuda(program)
+        self.asked = options
         self.tiers = tiers
         recast = {n for path, n in program.entry.items() if tiers[path] != DEVICE}
         self.storages = Storages(program, recast)
@@ -331,6 +344,9 @@ class _Offloading(Rewriter):
             gone = [self.storages.nbytes(root) for root, a in self.away.items() if a.leaves is not None and a.rests == tier]
             if gone:
                 out.append(f"offload: {len(gone)} activations on {tier} till the backward, {size(sum(gone))}")
+        grads = [s for s in self.old.slots.values() if s.kind == SlotKind.GRADIENT and self.tiers[s.path] == DEVICE]
+        if self.cuda and grads and self.asked.gradients not in (None, DEVICE):
+            out.append(f"offload: {len(grads)} gradients stay on the device, as their parameters do: torch wants them together")
         calls = [n for n in self.host if not is_getitem(n)]
         if calls:
             out.append(f"offload: {len(calls)} operators of the update run on the host")
