@@ -45,6 +45,8 @@ NOUNS = {
 
 def offload(program: Program, options: Offload) -> Program:
     """See the module docstring."""
+    if options == Offload() and all(slot.tier == DEVICE for slot in program.slots.values()):
+        return program
     tiers = resting(program, options)
     if options.activations in (None, DEVICE) and all(tier == DEVICE for tier in tiers.values()):
         if all(slot.tier == DEVICE for slot in program.slots.values()):

@@ -86,11 +86,11 @@ class File:
             raise StateError(f"the disk tier cannot write to {where}: {error}", where=str(where),
                              hint='offload={..., "folder": "/a/fast/local/disk"}') from error  # fmt: skip
         self.path = Path(name)
-        self._direct = _open_direct(self.path, self.fd)
+        self._direct = _open_direct(self.fd)
         self._size, self._free = 0, list[tuple[int, int]]()
         self.reader = ThreadPoolExecutor(1, "shardc read")
         self.writer = ThreadPoolExecutor(1, "shardc write")
-        self.remove = weakref.finalize(self, _remove, self.path, self.fd, self._direct)
+        self.remove = weakref.finalize(self, _remove, os.getpid(), self.path, self.fd, self._direct)
 
     @property
     def direct(self) -> bool:
@@ -158,7 +158,9 @@ class File:
             done += n
 
 
-def _remove(path: Path, *fds: int | None) -> None:
+def _remove(owner: int, path: Path, *fds: int | None) -> None:
+    if os.getpid() != owner:  # a forked child that ends
+        return
     with contextlib.suppress(OSError):
         path.unlink()
     for fd in fds:
@@ -166,11 +168,11 @@ def _remove(path: Path, *fds: int | None) -> None:
             os.close(fd)
 
 
-def _open_direct(path: Path, fd: int) -> int | None:
+def _open_direct(fd: int) -> int | None:
     """A descriptor that goes past the page cache, if the file system has that and mapped pages agree with it both ways."""
     direct = None
     try:
-        direct = os.open(path, os.O_RDWR | os.O_DIRECT)
+        direct = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_DIRECT)  # also where the name is gone
         os.ftruncate(fd, PAGE)
         with mmap.mmap(fd, PAGE) as seen, mmap.mmap(-1, PAGE) as own:
             before = seen[0]
