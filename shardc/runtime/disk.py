@@ -15,7 +15,7 @@ import os
 import tempfile
 import weakref
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
@@ -298,11 +298,3 @@ class Region:
             f"{self.name} on disk {what}", where=f"{self.file.path}, bytes {self.offset:,} to {end:,}",
             hint="the file was damaged or written to by something else (also through .data); load the last checkpoint",
         )  # fmt: skip
-
-
-def regions(tensors: Sequence[Tensor]) -> Iterator[Region]:
-    """Those in which some of the tensors lie."""
-    for t in tensors:
-        found = getattr(t.untyped_storage(), "_shardc_rest", None)
-        if isinstance(found, Region):
-            yield found
