@@ -17,6 +17,7 @@ import weakref
 import zlib
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +91,8 @@ class File:
         self._size, self._free = 0, list[tuple[int, int]]()
         self.reader = ThreadPoolExecutor(1, "shardc read")
         self.writer = ThreadPoolExecutor(1, "shardc write")
-        self.remove = weakref.finalize(self, _remove, os.getpid(), self.path, self.fd, self._direct)
+        # of multiprocessing, since children that it starts end without atexit; not run in forked children
+        self.remove = Finalize(self, _remove, (self.path, self.fd, self._direct), exitpriority=0)
 
     @property
     def direct(self) -> bool:
@@ -158,9 +160,7 @@ class File:
             done += n
 
 
-def _remove(owner: int, path: Path, *fds: int | None) -> None:
-    if os.getpid() != owner:  # a forked child that ends
-        return
+def _remove(path: Path, *fds: int | None) -> None:
     with contextlib.suppress(OSError):
         path.unlink()
     for fd in fds:
