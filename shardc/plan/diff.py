@@ -31,8 +31,8 @@ def difference(a: Plan, b: Plan) -> str:
         if a.memory.peak_bytes != b.memory.peak_bytes
         else []
     )
-    for name in a.memory.by_category:
-        old_n, new_n = a.memory.by_category[name], b.memory.by_category[name]
+    for name in dict.fromkeys([*a.memory.by_category, *b.memory.by_category]):
+        old_n, new_n = a.memory.by_category.get(name, 0), b.memory.by_category.get(name, 0)
         if old_n != new_n:
             rows.append(["memory", name, size(old_n), "->", size(new_n)])
     lines += table(rows, right=(2, 4))

@@ -116,7 +116,8 @@ def predict_memory(
     run = dry_run(instructions, mesh, slots=state, categories=categories)
     at = next((i for i in instructions if i.name == run.peak_at), None)
     where = PeakAt(run.peak_at or "start", _op(at), at.module if at else "", at.line if at else "")
-    by_category = {name: run.by_category.get(name, 0) for name in CATEGORIES}
+    named = [name for name in CATEGORIES if name != "staging" or name in run.by_category]
+    by_category = {name: run.by_category.get(name, 0) for name in named}
     timeline = tuple(Moment(n, b, at) for (n, b), at in zip(run.timeline, run.categories, strict=True))
     return Memory(run.peak_bytes, by_category, where, timeline, run.base, run.tiers)
 

@@ -99,7 +99,7 @@ def communication(plan: Plan) -> list[str]:
 
 def memory(plan: Plan) -> list[str]:
     m = plan.memory
-    parts = " · ".join(f"{name} {size(n)}" for name, n in m.by_category.items() if n or name not in ("staging", "other"))
+    parts = " · ".join(f"{name} {size(n)}" for name, n in m.by_category.items() if n or name != "other")
     line = f"peak {size(m.peak_bytes)} at {m.peak_at}"
     budget = plan.options.get("memory_budget")
     if isinstance(budget, int):
