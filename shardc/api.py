@@ -28,16 +28,21 @@ from shardc.mesh import Mesh
 from shardc.options import Options
 from shardc.plan import Plan, build
 from shardc.program import Program, TensorType
-from shardc.runtime.state import Watch
+from shardc.runtime.disk import disk_note
+from shardc.runtime.state import Watch, own_part
+from shardc.runtime.tiers import tier_of
 from shardc.runtime.whole import full_state_dict
 from shardc.runtime.world import setup
+from shardc.tiers import DEVICE, DISK, Offload
 from shardc.variants import StepStats, Variant, Variants, same_key
 
 DryRun = Callable[["CompiledStep", tuple[Any, ...], dict[str, Any]], None]
 _dry_run: contextvars.ContextVar[DryRun | None] = contextvars.ContextVar("shardc_dry_run", default=None)
 
 
-SHOWN = ("zero", "batch", "params", "activations", "microbatches", "recompute", "precision", "rng", "seed", "inputs_are")
+SHOWN = (
+    "zero", "batch", "params", "activations", "microbatches", "recompute", "offload", "precision", "rng", "seed", "inputs_are",
+)  # fmt: skip
 """Options that a plan remembers and prints."""
 
 
@@ -65,6 +70,8 @@ def compile(fn: Callable[..., Any] | None = None, /, **options: Any) -> Any:
         activations: ``{"*.mlp": P("dp", "tp")}``: specs of what modules return, by the name pattern of the module.
         microbatches: how many parts of the batch are computed one after another; the result is that of the whole batch.
         recompute: "full", or ``{"save": [names]}`` of `shardc.save_name`: activations that the backward computes again.
+        offload: ``{"optimizer": "host", "params": "disk", "gradients": "host", "activations": "host"}``, any of them: what
+            rests in host memory or on disk between its uses; also "staging" (a bound in bytes), "folder" (of the disk's files).
         precision: "bf16" or "fp16": what forward and backward compute in; weights and optimizer state keep their dtype.
             "fp16" scales the loss dynamically, inside the step.
         plan: path of a saved plan to run.
@@ -281,7 +288,7 @@ class CompiledStep:
         worst = max(done.stats, key=lambda s: s.peak_bytes)
         self.stats = StepStats(
             worst.peak_bytes, worst.peak_at, max(s.comm_bytes for s in done.stats), max(s.collectives for s in done.stats),
-            worst.seconds, tuple(done.stats),
+            worst.seconds, {k: max(s.tiers.get(k, 0) for s in done.stats) for k in worst.tiers}, tuple(done.stats),
         )  # fmt: skip
         return variant.captured.rebuild(done.results)
 
@@ -290,7 +297,7 @@ class CompiledStep:
             near = [ref.get() for ref in world.slots.values()]
             ranks = setup(self.options.mesh, near)
             self.options = replace(self.options, mesh=ranks.mesh)
-            self._host = ProcessHost(ranks, self.options) if ranks.distributed else LocalHost(ranks)
+            self._host = ProcessHost(ranks, self.options) if ranks.distributed else LocalHost(ranks, self.options)
         if self._seed is None:
             self._seed = torch.initial_seed() & (2**63 - 1)
         return self._host
@@ -326,13 +333,14 @@ class CompiledStep:
         decide = decider(host, world, call, Streams(self.options, self._seed or 0, self.step), self._built)
         mesh, precision = self.options.mesh, self.options.precision
         captured = capture(self.fn, args, kwargs, world, call.types, _device(mesh), decide, known, precision)
-        plan = self._planned(captured, self.options.mesh)
+        plan = self._planned(captured, self.options.mesh, world)
         variant = Variant(f"{self.__name__}#{len(self.variants)}", reason, plan, captured, world.summary(), call.types)
         variant.executors = host.executors(plan)
         return variant
 
-    def _planned(self, captured: Captured, mesh: Mesh) -> Plan:
-        program = replace(captured.program, mesh=mesh)
+    def _planned(self, captured: Captured, mesh: Mesh, world: World) -> Plan:
+        slots = {path: replace(slot, tier=_tier(world, path)) for path, slot in captured.program.slots.items()}
+        program = replace(captured.program, mesh=mesh, slots=slots)
         if self.options.plan is None:
             return self._built(program)
         stages = passes.run(program, self.options)
@@ -348,7 +356,10 @@ class CompiledStep:
     def _built(self, program: Program, stages: dict[str, Program] | None = None) -> Plan:
         stages = stages or passes.run(program, self.options)
         shown = {k: getattr(self.options, k) for k in SHOWN}
-        return build(list(stages.values())[-1], options=shown, stages=stages)
+        final = list(stages.values())[-1]
+        if any(info.tier == DISK for info in final.info.values()):
+            final.notes.append(disk_note(Offload.of(self.options.offload).folder))
+        return build(final, options=shown, stages=stages)
 
     # -- planning --------------------------------------------------------------------------------------------------
 
@@ -385,7 +396,7 @@ class CompiledStep:
                 captured = capture(self.fn, args, kwargs, steady, types, _device(mesh), decide, precision=precision)
             elif later:
                 captured.program.notes.append("of a first call: what later ones decide depends on the state that it leaves")
-        self._plan = self._planned(captured, mesh)
+        self._plan = self._planned(captured, mesh, world)
         return self._plan
 
     def _global_types(self, world: World, mesh: Mesh) -> dict[str, TensorType]:
@@ -420,6 +431,12 @@ class CompiledStep:
         return (
             f"<shardc step {self.__name__}: mesh {self.options.mesh}, zero {self.options.zero}, {len(self.variants)} variants>"
         )
+
+
+def _tier(world: World, path: str) -> str:
+    """Where a slot rests now: another step may have put it there."""
+    ref = world.slots.get(path)
+    return tier_of(own_part(ref.get())) if ref is not None else DEVICE
 
 
 def _device(mesh: Mesh) -> str:

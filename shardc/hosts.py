@@ -27,9 +27,11 @@ from shardc.runtime.layout import assemble, cut, split
 from shardc.runtime.process import ProcessGroupCommunicator
 from shardc.runtime.rng import CounterStream, Stream, TorchStream
 from shardc.runtime.simulate import simulate
-from shardc.runtime.state import Values, rest, shard_module_state, take_up
+from shardc.runtime.state import Values, own_part, rest, shard_module_state, take_up, to_local
+from shardc.runtime.tiers import Tiers, verified
 from shardc.runtime.world import Ranks
 from shardc.spec import Factor, P, ShardSpec
+from shardc.tiers import DEVICE, Offload
 
 
 @dataclass(frozen=True)
@@ -134,8 +136,9 @@ def _overridden(path: str, options: Options) -> P | None:
 class LocalHost:
     """All ranks of a simulated mesh, or the single rank of a process without a process group. The user's tensors stay whole."""
 
-    def __init__(self, ranks: Ranks) -> None:
+    def __init__(self, ranks: Ranks, options: Options) -> None:
         self.ranks, self.mesh = ranks, ranks.mesh
+        self.tiers = [Tiers(Offload.of(options.offload).folder, rank) for rank in range(ranks.mesh.size)]
 
     def meet(self, world: World, options: Options, signature: str, static: Callable[[], str]) -> Call:
         if options.inputs_are == "local" and self.mesh.size > 1:
@@ -151,10 +154,16 @@ class LocalHost:
         return contextlib.nullcontext()
 
     def place(self, world: World, plan: Plan, owners: Sequence[object], values: Values | None = None) -> bool:
-        return shard_module_state(world.slots.values(), _storage(plan), self.ranks, owners, compare=False, values=values)
+        adopt = _adopter(self.tiers[0], plan, self.ranks.device) if self.mesh.size == 1 else None
+        return shard_module_state(
+            world.slots.values(), _storage(plan), self.ranks, owners, compare=False, values=values, adopt=adopt
+        )
 
     def executors(self, plan: Plan) -> list[Executor]:
-        return [Executor(plan.instructions, self.mesh, c, self.ranks.device) for c in self.mesh.coords()]
+        return [
+            Executor(plan.instructions, self.mesh, c, self.ranks.device, tiers=tiers)
+            for c, tiers in zip(self.mesh.coords(), self.tiers, strict=True)
+        ]
 
     def run(
         self,
@@ -169,9 +178,14 @@ class LocalHost:
         specs = _storage(plan)
         n = self.mesh.size
         slots: list[dict[str, Tensor]] = [{} for _ in range(n)]
+        adopt = [_adopter(tiers, plan, self.ranks.device) for tiers in self.tiers]
         for path, ref in world.slots.items():
-            for mine, part in zip(slots, split(ref.get(), specs[path], self.mesh), strict=True):
-                mine[path] = part
+            if n == 1:
+                adopt[0](path, ref.get())
+            for k, part in enumerate(split(ref.get(), specs[path], self.mesh)):
+                if n > 1:
+                    adopt[k](path, part)
+                slots[k][path] = part
         given: list[dict[str, Any]] = [{} for _ in range(n)]
         wanted = _input_specs(plan)
         for path, value in inputs.items():
@@ -188,7 +202,7 @@ class LocalHost:
         created: dict[str, Tensor] = {}
         for path in outcomes[0].written:
             known = world.slots.get(path)
-            parts = [o.written[path] for o in outcomes]
+            parts = [verified(o.written[path]) for o in outcomes] if n > 1 else [outcomes[0].written[path]]
             if known is None:
                 created[path] = assemble(parts, specs[path], self.mesh)
             elif n > 1:
@@ -209,6 +223,7 @@ class ProcessHost:
         self.ranks, self.mesh = ranks, ranks.mesh
         self.local = options.inputs_are != "global"
         self.communicator = ProcessGroupCommunicator(self.mesh, ranks.coord, ranks.group)
+        self.tiers = Tiers(Offload.of(options.offload).folder, ranks.rank)
 
     def meet(self, world: World, options: Options, signature: str, static: Callable[[], str]) -> Call:
         first = {path: t.shape[0] if t.dim() else -1 for path, t in world.inputs.items()}
@@ -250,10 +265,11 @@ class ProcessHost:
             raise
 
     def place(self, world: World, plan: Plan, owners: Sequence[object], values: Values | None = None) -> bool:
-        return shard_module_state(world.slots.values(), _storage(plan), self.ranks, owners, values=values)
+        adopt = _adopter(self.tiers, plan, self.ranks.device)
+        return shard_module_state(world.slots.values(), _storage(plan), self.ranks, owners, values=values, adopt=adopt)
 
     def executors(self, plan: Plan) -> list[Executor]:
-        return [Executor(plan.instructions, self.mesh, self.ranks.coord, self.ranks.device)]
+        return [Executor(plan.instructions, self.mesh, self.ranks.coord, self.ranks.device, tiers=self.tiers)]
 
     def run(
         self,
@@ -267,6 +283,10 @@ class ProcessHost:
     ) -> Finished:
         specs = _storage(plan)
         slots = take_up(world.slots.values(), specs, {p: s.type for p, s in plan.slots.items()}, self.ranks)
+        adopt = _adopter(self.tiers, plan, self.ranks.device)
+        for path, ref in world.slots.items():
+            if adopt(path, own_part(ref.get())):
+                slots[path] = to_local(ref.get())
         wanted = _input_specs(plan)
         given = {
             path: self._input(path, value, wanted[path], call) if path in wanted and isinstance(value, Tensor) else value
@@ -313,6 +333,17 @@ def _rest_of(spec: ShardSpec, value: Tensor) -> ShardSpec:
 def _input_parts(value: Tensor, spec: ShardSpec, mesh: Any, device: torch.device) -> list[Tensor]:
     value = value.detach().to(device)
     return split(value, spec, mesh)
+
+
+def _adopter(tiers: Tiers, plan: Plan, device: torch.device) -> Callable[[str, Tensor], bool]:
+    """Puts a rank's part of a slot where it rests; False where that is the device."""
+
+    def adopt(path: str, t: Tensor) -> bool:
+        tier = plan.slots[path].tier
+        tiers.adopt(path, t, tier, device)
+        return tier != DEVICE
+
+    return adopt
 
 
 def _storage(plan: Plan) -> dict[str, ShardSpec]:

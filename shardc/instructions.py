@@ -15,6 +15,7 @@ import torch
 
 from shardc.reshard import Step
 from shardc.spec import Dim, ShardSpec
+from shardc.tiers import DEVICE
 
 Reg = int
 
@@ -58,11 +59,13 @@ class LocalStart:
 
 @dataclass(frozen=True)
 class Out:
-    """One result of an instruction: its register, and what it looks like. dtype None: a number (spec is then ignored)."""
+    """One result of an instruction: its register, what it looks like and where it lies. dtype None: a number (spec is then
+    ignored)."""
 
     reg: Reg
     spec: ShardSpec | None
     dtype: torch.dtype | None
+    tier: str = DEVICE
 
 
 @dataclass(frozen=True)
@@ -120,6 +123,32 @@ class Collective(Instruction):
     """out = the step applied to `src` (over the ranks of `step.axis`); a slice is local."""
 
     step: Step = field(default=Step("slice", "", ShardSpec(()), ShardSpec(())))
+    src: Reg = -1
+    out: Out = field(default=Out(-1, None, None))
+
+
+@dataclass(frozen=True)
+class Transfer(Instruction):
+    """out = a copy of `src` on the tier of `out`, which is next to that of `src`.
+
+    Args:
+        into: register of a slot's resting value, which the copy overwrites; -1: the copy is a new tensor.
+        wait: finished when the next instruction runs; else by an `Arrive`.
+        stride: strides of the whole tensor whose order of dims the copy takes; empty: those of `src`.
+    """
+
+    src: Reg = -1
+    out: Out = field(default=Out(-1, None, None))
+    into: Reg = -1
+    wait: bool = True
+    stride: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Arrive(Instruction):
+    """out = `moved`, now that its move is finished. `src`, which was moved, is not needed any more."""
+
+    moved: Reg = -1
     src: Reg = -1
     out: Out = field(default=Out(-1, None, None))
 
@@ -190,6 +219,10 @@ def uses_of(instruction: Instruction) -> list[Reg]:
         return [*refs(instruction.args), *(r for _, v in instruction.kwargs for r in refs(v))]
     if isinstance(instruction, (Collective, Write)):
         return [instruction.src]
+    if isinstance(instruction, Transfer):
+        return [instruction.src, *([instruction.into] if instruction.into >= 0 else [])]
+    if isinstance(instruction, Arrive):
+        return [instruction.moved, instruction.src]
     if isinstance(instruction, Guard):
         return [instruction.reg]
     if isinstance(instruction, Return):
@@ -201,6 +234,6 @@ def outs_of(instruction: Instruction) -> tuple[Out, ...]:
     """The results of an instruction, absent ones left out."""
     if isinstance(instruction, Compute):
         return tuple(o for o in instruction.outs if o is not None)
-    if isinstance(instruction, (Read, Input, Collective)):
+    if isinstance(instruction, (Read, Input, Collective, Transfer, Arrive)):
         return (instruction.out,)
     return ()

@@ -11,12 +11,12 @@ from typing import Any
 from shardc.errors import OptionError
 from shardc.mesh import Mesh
 from shardc.spec import P
+from shardc.tiers import Offload
 
 TIME = "mb"
 """The mesh axis of microbatches, which run one after another on the same rank."""
 
 LATER = {
-    "offload": None,
     "reduce_dtype": None,
     "memory_budget": None,
     "backend": "eager",
@@ -95,6 +95,7 @@ class Options:
         saves = isinstance(self.recompute, Mapping) and [*self.recompute] == ["save"] and type(self.recompute["save"]) is list
         allowed = 'None, "full" or {"save": [names]}: "auto" is not implemented yet'
         _want(self.recompute in (None, "full") or saves, "recompute", self.recompute, allowed)
+        Offload.of(self.offload)
         _want(self.rng in ("counter", "torch"), "rng", self.rng, '"counter" or "torch"')
         _want(self.precision in (None, "bf16", "fp16"), "precision", self.precision, 'None, "bf16" or "fp16"')
         _want(

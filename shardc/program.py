@@ -24,6 +24,7 @@ from shardc._torch import plain_size
 from shardc.dtypes import short
 from shardc.mesh import Mesh
 from shardc.spec import ShardSpec
+from shardc.tiers import DEVICE
 
 
 class Phase(str, enum.Enum):
@@ -85,6 +86,7 @@ class Info:
         line: the user's source line, ``train.py:41``.
         spec: layout of its value, of the same structure as `type`; None before propagation.
         why: the reason for the spec.
+        tier: where its value lies: "device", "host" or "disk".
     """
 
     type: Types
@@ -93,6 +95,7 @@ class Info:
     line: str = ""
     spec: Specs = None
     why: str = ""
+    tier: str = DEVICE
 
     def but(self, **changes: Any) -> Info:
         return replace(self, **changes)
@@ -115,6 +118,7 @@ class Slot:
         trainable: requires_grad.
         storage: how it rests between steps, and how every version of it rests.
         compute: how forward and backward read it.
+        tier: where it rests between its uses: "device", "host" or "disk".
     """
 
     path: str
@@ -125,6 +129,7 @@ class Slot:
     trainable: bool = False
     storage: ShardSpec | None = None
     compute: ShardSpec | None = None
+    tier: str = DEVICE
 
 
 @dataclass(frozen=True)
@@ -272,7 +277,7 @@ class Program:
             guards = [f"guard %{g.node.name} is {g.expected}  # {g.line}\n" for g in self.guards]
             return "".join(guards) + "return " + ", ".join([f"%{n.name}" for n in self.results] + exits + numbers)
         info = self.info[node]
-        kind = describe(info.type, info.spec)
+        kind = describe(info.type, info.spec) + (f" on {info.tier}" if info.tier != DEVICE else "")
         if node.op == "placeholder":
             return f"%{node.name}: {kind} = {info.module}"
         args = [_show(a) for a in node.args] + [f"{k}={_show(v)}" for k, v in node.kwargs.items()]

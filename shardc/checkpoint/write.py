@@ -22,6 +22,7 @@ from shardc.checkpoint.directory import METADATA, Manifest, begin, checksum, sea
 from shardc.checkpoint.pieces import Part, Parts, Piece
 from shardc.checkpoint.together import Together
 from shardc.checkpoint.tree import Flat
+from shardc.runtime.tiers import verified
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,7 @@ class Content(SavePlanner):
         dealt: dict[int, list[int]] = {}
         for key, t in flat.tensors.items():
             part = parts.of(t)
+            verified(part.local)
             load = dealt.setdefault(part.replicas, [0] * part.replicas)
             writer = load.index(min(load))  # the same on all ranks: global sizes alone count
             load[writer] += t.numel() * t.element_size()

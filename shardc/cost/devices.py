@@ -27,6 +27,9 @@ class DeviceProfile:
         node: devices that share the fast link.
         link, latency: bytes per second (one direction) and seconds per hop inside a node.
         far_link, far_latency: between nodes, for each device.
+        host_link: bytes per second between device and host memory (one direction).
+        host_bandwidth: bytes per second of the host's memory, for this device's share of its cores.
+        disk: bytes per second from or to this device's share of the local disks.
         matmul_efficiency, memory_efficiency, link_efficiency: reached share of the peaks.
     """
 
@@ -40,6 +43,9 @@ class DeviceProfile:
     latency: float
     far_link: float
     far_latency: float
+    host_link: float
+    host_bandwidth: float
+    disk: float
     matmul_efficiency: float = 0.7
     memory_efficiency: float = 0.8
     link_efficiency: float = 0.8
@@ -53,21 +59,22 @@ PROFILES: dict[str, DeviceProfile] = {
     # One core of a server CPU, gloo over shared memory; `shardc calibrate` measures the machine at hand.
     "cpu": DeviceProfile(
         "cpu", {_F64: 2.5e10, _F32: 5e10, _BF16: 2.5e10, _F16: 1e10}, 16 * 2**30, 8e9, 4e-6, 64, 1.5e9, 6e-5, 1e9, 2e-4,
+        4e9, 8e9, 1e9,
     ),
     # NVIDIA A100 SXM4 80 GB: NVLink 3 300 GB/s each way, 200 Gb/s a device between nodes. float32 without TF32.
     "A100": DeviceProfile(
         "A100", {_F64: 19.5e12, _F32: 19.5e12, _BF16: 312e12, _F16: 312e12},
-        80 * 10**9, 2.04e12, 5e-6, 8, 300e9, 3e-6, 25e9, 1.2e-5,
+        80 * 10**9, 2.04e12, 5e-6, 8, 300e9, 3e-6, 25e9, 1.2e-5, 25e9, 5e10, 2e9,
     ),
     # NVIDIA H100 SXM5: NVLink 4 450 GB/s each way, 400 Gb/s a device between nodes.
     "H100": DeviceProfile(
         "H100", {_F64: 67e12, _F32: 67e12, _BF16: 989e12, _F16: 989e12},
-        80 * 10**9, 3.35e12, 5e-6, 8, 450e9, 3e-6, 50e9, 1e-5,
+        80 * 10**9, 3.35e12, 5e-6, 8, 450e9, 3e-6, 50e9, 1e-5, 50e9, 7e10, 3e9,
     ),
     # NVIDIA H200 SXM: an H100 with more and faster memory.
     "H200": DeviceProfile(
         "H200", {_F64: 67e12, _F32: 67e12, _BF16: 989e12, _F16: 989e12},
-        141 * 10**9, 4.8e12, 5e-6, 8, 450e9, 3e-6, 50e9, 1e-5,
+        141 * 10**9, 4.8e12, 5e-6, 8, 450e9, 3e-6, 50e9, 1e-5, 50e9, 7e10, 3e9,
     ),
 }  # fmt: skip
 

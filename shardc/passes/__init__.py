@@ -10,6 +10,7 @@ from shardc.options import Options
 from shardc.passes.accumulate import accumulate
 from shardc.passes.annotate import annotate
 from shardc.passes.normalize import normalize
+from shardc.passes.offload import offload
 from shardc.passes.partition import partition
 from shardc.passes.propagate import propagate
 from shardc.passes.rebuild import rebuild
@@ -17,6 +18,7 @@ from shardc.passes.recompute import recompute
 from shardc.passes.schedule import schedule
 from shardc.passes.verify import verify
 from shardc.program import Program
+from shardc.tiers import Offload
 
 PIPELINE: list[tuple[str, Callable[[Program, Options], Program]]] = [
     ("normalize", normalize),
@@ -27,6 +29,7 @@ PIPELINE: list[tuple[str, Callable[[Program, Options], Program]]] = [
     ("partition", lambda program, options: partition(program)),
     ("accumulate", accumulate),
     ("schedule", lambda program, options: schedule(program)),
+    ("offload", lambda program, options: offload(program, Offload.of(options.offload))),
 ]
 """Name and function of each pass, in order."""
 

@@ -10,6 +10,7 @@ from shardc.passes.graphs import STEPS, is_op, is_random, operands, reshard
 from shardc.program import Program
 from shardc.reshard import Step
 from shardc.spec import ShardSpec
+from shardc.tiers import MOVES, arrive, hops
 
 
 def verify(program: Program, stage: str) -> None:
@@ -22,7 +23,7 @@ def verify(program: Program, stage: str) -> None:
         program.graph.lint()
     except RuntimeError as e:
         raise VerifyError(f"after {stage}: the graph is malformed: {e}") from e
-    split = stage in ("propagate", "partition", "accumulate", "schedule")
+    split = stage in ("propagate", "partition", "accumulate", "schedule", "offload")
     for node in program.graph.nodes:
         if node.op == "output":
             continue
@@ -44,7 +45,8 @@ def verify(program: Program, stage: str) -> None:
             _operator(program, node, stage)
         if node.target in STEPS:
             _step(program, node, stage)
-        if stage in ("partition", "accumulate", "schedule"):
+        _tiers(program, node, stage)
+        if stage in ("partition", "accumulate", "schedule", "offload"):
             _need(program, node, stage, node.target is not reshard, "is a reshard that was not lowered")
     for path, slot in program.slots.items():
         end = program.exit.get(path)
@@ -57,6 +59,20 @@ def verify(program: Program, stage: str) -> None:
 def _need(program: Program, node: fx.Node, stage: str, ok: bool, what: str) -> None:
     if not ok:
         raise VerifyError(f"after {stage}: %{node.name} {what}\n  {program.line_of(node)}", where=program.info[node].where)
+
+
+def _tiers(program: Program, node: fx.Node, stage: str) -> None:
+    """Operands lie where the result does; a move goes one tier on."""
+    tier, sources = program.info[node].tier, [n for n in node.all_input_nodes if program.info[n].type is not None]
+    if node.target in MOVES:
+        into = node.args[2]
+        here = program.info[sources[0]].tier
+        ok = node.args[1] == tier and hops(here, tier) == [tier] and (into is None or program.info[into].tier == tier)  # type: ignore[index]
+        _need(program, node, stage, ok, "is no move to the next tier")
+    elif node.target is arrive:
+        _need(program, node, stage, program.info[sources[0]].tier == tier, "does not lie where its move went")
+    elif program.info[node].type is not None:
+        _need(program, node, stage, all(program.info[n].tier == tier for n in sources), "has an operand on another tier")
 
 
 def _step(program: Program, node: fx.Node, stage: str) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import torch
 
-from shardc.instructions import Collective, Compute, Input, Instruction, Out, Read, Ref, Reg, outs_of, uses_of
+from shardc.instructions import Arrive, Collective, Compute, Input, Instruction, Out, Read, Ref, Reg, Transfer, outs_of, uses_of
 
 _VIEWS_BY_KERNEL = {"aten._unsafe_view.default"}
 """Operators whose schema does not say that the result is a view."""
@@ -66,6 +66,12 @@ class Aliases:
             self.slot[i.out.reg] = i.slot
         elif isinstance(i, Input):
             self.input[i.out.reg] = i.path
+        elif isinstance(i, Transfer):
+            if i.into >= 0:
+                self._view(i.out.reg, i.into, True)
+                self.updated.add(i.out.reg)
+        elif isinstance(i, Arrive):
+            self._view(i.out.reg, i.moved, True)
         elif isinstance(i, Collective):
             if i.step.kind == "slice":
                 self._view(i.out.reg, i.src, False)

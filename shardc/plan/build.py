@@ -14,7 +14,22 @@ from typing import Any
 import torch
 
 from shardc.errors import PlanError
-from shardc.instructions import Compute, Delete, Guard, Input, Instruction, Out, Read, Ref, Reg, Return, Write, outs_of, uses_of
+from shardc.instructions import (
+    Compute,
+    Delete,
+    Guard,
+    Input,
+    Instruction,
+    Out,
+    Read,
+    Ref,
+    Reg,
+    Return,
+    Transfer,
+    Write,
+    outs_of,
+    uses_of,
+)
 from shardc.plan.alias import Aliases, last_uses
 from shardc.plan.lower import Lowered, lower
 from shardc.program import Program, TensorType
@@ -59,6 +74,7 @@ class _Builder:
         self._own_created()
         self._writes()
         self.code.append(self._return())
+        self._check_moves()
         return tuple(_with_frees(self.code))
 
     # -- values that leave the step ----------------------------------------------------------------------------------
@@ -106,7 +122,7 @@ class _Builder:
     def _clone(self, reg: Reg, suffix: str, form: torch.memory_format | None = None) -> Reg:
         """A copy of a register right after it is made; it enters the code at the next `_flush`."""
         made, old = self.maker[reg], self.aliases.out[reg]
-        new = Out(self.low.next_reg, old.spec, old.dtype)
+        new = Out(self.low.next_reg, old.spec, old.dtype, old.tier)
         self.low.next_reg += 1
         kwargs: tuple[tuple[str, Any], ...] = () if form is None else (("memory_format", form),)
         copy = Compute(
@@ -220,7 +236,7 @@ class _Builder:
             if pairs and len(copied) < len(pairs):
                 for a in copied:
                     old = self.aliases.out[i.args[a].reg]
-                    new = Out(self.low.next_reg, old.spec, old.dtype)
+                    new = Out(self.low.next_reg, old.spec, old.dtype, old.tier)
                     self.low.next_reg += 1
                     self.low.types[new.reg] = self.low.types[old.reg]
                     copy = Compute(
@@ -311,6 +327,21 @@ class _Builder:
                     order.append(path)
                     stack.pop()
         return order, readers
+
+    def _check_moves(self) -> None:
+        """What is moved into the resting place of a slot comes after all guards, and after all that reads the old value."""
+        members: dict[Reg, list[Reg]] = {}
+        for reg, root in self.aliases.root.items():
+            if reg not in self.aliases.updated:
+                members.setdefault(root, []).append(reg)
+        last, barrier = last_uses(self.code), self._barrier()
+        for k, i in enumerate(self.code):
+            if isinstance(i, Transfer) and i.into >= 0:
+                late = [r for r in members[self.aliases.root[i.into]] if last[r] > k]
+                if late or k < barrier:
+                    reader = self.code[last[late[0]] if late else barrier].name
+                    raise PlanError(f"{i.name} overwrites {i.module} before {reader} has run",
+                                    where=i.line, hint="this is a bug of shardc: please report it")  # fmt: skip
 
     def _return(self) -> Return:
         specs = tuple(self.aliases.out[r].spec for r in self.results)

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 from shardc.plan.fold import fold
 from shardc.plan.text import seconds, size, table
+from shardc.program import Slot
+from shardc.tiers import DEVICE
 
 if TYPE_CHECKING:
     from shardc.plan.plan import Plan
@@ -29,8 +31,8 @@ def difference(a: Plan, b: Plan) -> str:
         if a.memory.peak_bytes != b.memory.peak_bytes
         else []
     )
-    for name in a.memory.by_category:
-        old_n, new_n = a.memory.by_category[name], b.memory.by_category[name]
+    for name in dict.fromkeys([*a.memory.by_category, *b.memory.by_category]):
+        old_n, new_n = a.memory.by_category.get(name, 0), b.memory.by_category.get(name, 0)
         if old_n != new_n:
             rows.append(["memory", name, size(old_n), "->", size(new_n)])
     lines += table(rows, right=(2, 4))
@@ -45,14 +47,20 @@ def _state(a: Plan, b: Plan) -> list[str]:
     changed = []
     for path in dict.fromkeys([*a.slots, *b.slots]):
         old, new = a.slots.get(path), b.slots.get(path)
-        if old is None or new is None or (old.type, old.storage, old.compute) != (new.type, new.storage, new.compute):
-            before = "absent" if old is None else f"{old.storage}"
-            after = "absent" if new is None else f"{new.storage}"
+        if old is None or new is None or (
+            (old.type, old.storage, old.compute, old.tier) != (new.type, new.storage, new.compute, new.tier)
+        ):
+            before = "absent" if old is None else _rests(old)
+            after = "absent" if new is None else _rests(new)
             if before == after and old is not None and new is not None:
                 before, after = f"{before} used as {old.compute}", f"{after} used as {new.compute}"
             changed.append((path, (before, after)))
     rows = [["state", f.path, changed[f.members[0]][1][0], "->", changed[f.members[0]][1][1]] for f in fold(changed)]
     return table(rows)
+
+
+def _rests(slot: Slot) -> str:
+    return f"{slot.storage}" if slot.tier == DEVICE else f"{slot.storage} on {slot.tier}"
 
 
 def _communication(a: Plan, b: Plan) -> list[str]:

@@ -8,10 +8,24 @@ from typing import TYPE_CHECKING
 
 from shardc.dtypes import short
 from shardc.errors import PlanError
-from shardc.instructions import Collective, Compute, Delete, Input, Instruction, Read, Ref, Reg, Write, outs_of, uses_of
+from shardc.instructions import (
+    Collective,
+    Compute,
+    Delete,
+    Input,
+    Instruction,
+    Read,
+    Ref,
+    Reg,
+    Transfer,
+    Write,
+    outs_of,
+    uses_of,
+)
 from shardc.plan.reasons import reasons, slot_reason
 from shardc.plan.text import seconds, size, table
 from shardc.program import Slot
+from shardc.tiers import DEVICE
 
 if TYPE_CHECKING:
     from shardc.plan.plan import Plan
@@ -69,6 +83,8 @@ def _slot(plan: Plan, slot: Slot) -> str:
         f"storage  {slot.storage}, {size(n)} per rank",
         f"compute  {slot.compute}",
     ]
+    if slot.tier != DEVICE:
+        lines.append(f"tier     {slot.tier}")
     if slot.of:
         lines.append(f"of       {slot.of}")
     if slot.aliases:
@@ -170,6 +186,8 @@ def _node(plan: Plan, i: Instruction) -> str:
     if isinstance(i, Collective):
         lines.append(f"step     {i.step}")
         lines.append(f"sends    {size(_sent(plan, i))} per rank, {plan.roles.traffic(i)}")
+    if isinstance(i, Transfer):
+        lines.append(f"moves    {size(plan.sizes.nbytes(i.out))} per rank to {i.out.tier}")
     if isinstance(i, Compute):
         for result, a in i.inplace:
             operand = i.args[a]
@@ -195,6 +213,8 @@ def _line(plan: Plan, i: Instruction) -> list[str]:
         op = f"{i.step.kind}@{i.step.axis}"
     elif isinstance(i, Compute):
         op = i.op.removesuffix(".default")
+    elif isinstance(i, Transfer):
+        op = f"move to {i.out.tier}"
     else:
         what = i.slot if isinstance(i, (Read, Write, Delete)) else i.path if isinstance(i, Input) else ""
         op = f"{type(i).__name__.lower()} {what}"

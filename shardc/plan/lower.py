@@ -15,10 +15,25 @@ from torch import fx
 
 from shardc._torch import is_random
 from shardc.errors import PlanError
-from shardc.instructions import Collective, Compute, Input, Instruction, Local, LocalDim, LocalStart, Out, Read, Ref, Reg
+from shardc.instructions import (
+    Arrive,
+    Collective,
+    Compute,
+    Input,
+    Instruction,
+    Local,
+    LocalDim,
+    LocalStart,
+    Out,
+    Read,
+    Ref,
+    Reg,
+    Transfer,
+)
 from shardc.program import Info, Program, TensorType, op_name
 from shardc.reshard import STEP_OPS, Step
 from shardc.spec import ShardSpec
+from shardc.tiers import MOVES, arrive
 
 _STEPS = frozenset(STEP_OPS.values())
 
@@ -87,7 +102,7 @@ class _Lowering:
                 f"%{node.name} ({op_name(node.target)}) has no shard spec", where=info.where, hint="run the propagate pass"
             )
         self.out.types[reg] = type_
-        return Out(reg, spec, type_.dtype)
+        return Out(reg, spec, type_.dtype, info.tier)
 
     def _order(self, node: fx.Node) -> tuple[int, ...] | None:
         """The dims of the tensor that a random operator takes its layout from, outermost first; None: row-major."""
@@ -127,6 +142,9 @@ class _Lowering:
             src = self.out.reg[x]
             self.out.instructions.append(Collective(**common, step=step, src=src, out=self._single(node, info)))
             return
+        if node.target in MOVES or node.target is arrive:
+            self.out.instructions.append(self._move(node, info, common))
+            return
         args = tuple(self._arg(a, node) for a in node.args)
         kwargs = tuple((k, self._arg(v, node)) for k, v in node.kwargs.items())
         outs: tuple[Out | None, ...]
@@ -144,6 +162,19 @@ class _Lowering:
         if draw is not None:
             compute = replace(compute, draw=draw.index, order=self._order(node))
         self.out.instructions.append(compute)
+
+    def _move(self, node: fx.Node, info: Info, common: dict[str, Any]) -> Instruction:
+        x, *more = node.args
+        assert isinstance(x, fx.Node) and isinstance(info.type, TensorType), f"malformed move %{node.name}"
+        src, out = self.out.reg[x], self._single(node, info)
+        if node.target is arrive:
+            (source,) = more
+            assert isinstance(source, fx.Node), f"malformed move %{node.name}"
+            return Arrive(**common, moved=src, src=self.out.reg[source], out=out)
+        _, into, wait = more
+        stride = info.type.stride if info.type.stride != self.program.type(x).stride else ()
+        reg = self.out.reg[into] if isinstance(into, fx.Node) else -1
+        return Transfer(**common, src=src, out=out, into=reg, wait=bool(wait), stride=stride)
 
     def _getitem(self, node: fx.Node) -> None:
         source, index = node.args

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from shardc.instructions import Collective, Compute, Input, Instruction, Out, outs_of
+from shardc.instructions import Collective, Compute, Input, Instruction, Out, Transfer, outs_of
 from shardc.mesh import Coord, Mesh
 from shardc.plan.alias import Aliases
 from shardc.plan.roles import CATEGORIES, SLOT_CATEGORY, Roles
@@ -53,6 +53,7 @@ class Memory:
         peak_at: the instruction of the peak.
         timeline: one moment for each instruction, in order.
         start_bytes: alive when the step starts.
+        tiers: the most bytes alive on each other tier ("host", "disk"); none of them count in the rest.
     """
 
     peak_bytes: int
@@ -60,6 +61,7 @@ class Memory:
     peak_at: PeakAt
     timeline: tuple[Moment, ...]
     start_bytes: int
+    tiers: Mapping[str, int] = field(default_factory=dict)
 
 
 class Sizes:
@@ -114,9 +116,10 @@ def predict_memory(
     run = dry_run(instructions, mesh, slots=state, categories=categories)
     at = next((i for i in instructions if i.name == run.peak_at), None)
     where = PeakAt(run.peak_at or "start", _op(at), at.module if at else "", at.line if at else "")
-    by_category = {name: run.by_category.get(name, 0) for name in CATEGORIES}
+    named = [name for name in CATEGORIES if name != "staging" or name in run.by_category]
+    by_category = {name: run.by_category.get(name, 0) for name in named}
     timeline = tuple(Moment(n, b, at) for (n, b), at in zip(run.timeline, run.categories, strict=True))
-    return Memory(run.peak_bytes, by_category, where, timeline, run.base)
+    return Memory(run.peak_bytes, by_category, where, timeline, run.base, run.tiers)
 
 
 def _op(i: Instruction | None) -> str:
@@ -124,4 +127,6 @@ def _op(i: Instruction | None) -> str:
         return "the start of the step"
     if isinstance(i, Compute):
         return i.op.removesuffix(".default")
+    if isinstance(i, Transfer):
+        return f"move to {i.out.tier}"
     return f"{i.step.kind}@{i.step.axis}" if isinstance(i, Collective) else type(i).__name__.lower()

@@ -11,6 +11,7 @@ from shardc.plan.text import amount, seconds, size, table
 from shardc.plan.uneven import Uneven
 from shardc.program import Slot, SlotKind
 from shardc.spec import ShardSpec
+from shardc.tiers import DEVICE
 
 if TYPE_CHECKING:
     from shardc.plan.plan import Plan
@@ -67,13 +68,14 @@ def leaf(slot: Slot) -> str:
 
 
 def _signature(slot: Slot) -> tuple[object, ...]:
-    return slot.kind, slot.type.shape, slot.type.dtype, slot.storage, slot.compute, slot.trainable, bool(slot.aliases)
+    layout = slot.type.shape, slot.type.dtype, slot.storage, slot.compute, slot.tier
+    return slot.kind, layout, slot.trainable, bool(slot.aliases)
 
 
 def _state_row(plan: Plan, name: str, slot: Slot, count: int) -> list[str]:
     spec = slot.storage or ShardSpec.replicated(slot.type.shape)
     local = f"{short(slot.type.dtype)}[{', '.join(map(str, plan.sizes.shape(spec)))}]"
-    layout = str(spec)
+    layout = str(spec) if slot.tier == DEVICE else f"{spec} on {slot.tier}"
     if slot.kind == SlotKind.PARAMETER and slot.compute is not None and slot.compute.axes and slot.compute != slot.storage:
         layout += f" used as {slot.compute}"
     tied = f" (also {', '.join(slot.aliases)})" if slot.aliases else ""
@@ -104,6 +106,7 @@ def memory(plan: Plan) -> list[str]:
         line += f" · budget {size(budget)} · headroom {size(budget - m.peak_bytes)}"
     elif budget is not None:
         line += f" · budget {budget}"
+    line += "".join(f" · {tier} {size(n)}" for tier, n in m.tiers.items())
     return ["", f"memory per rank at the peak   {parts}", line]
 
 

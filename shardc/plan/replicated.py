@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from shardc._torch import may_alias
-from shardc.instructions import Collective, Compute, Instruction, Read, Reg, outs_of, uses_of
+from shardc.instructions import Arrive, Collective, Compute, Instruction, Read, Reg, Transfer, outs_of, uses_of
 from shardc.program import Program, SlotKind
 from shardc.spec import ShardSpec
 
@@ -74,6 +74,10 @@ def _computed(code: Sequence[Instruction], program: Program) -> list[Replicated]
     for i in code:
         if isinstance(i, Read) and i.slot in kept:
             state.add(i.out.reg)
+        elif isinstance(i, (Transfer, Arrive)):
+            src = i.src if isinstance(i, Transfer) else i.moved
+            for held in (state, again):
+                held.update({i.out.reg} if src in held else ())
         elif isinstance(i, Collective):
             if i.src in state:
                 state.add(i.out.reg)

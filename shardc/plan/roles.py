@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from shardc.instructions import Collective, Compute, Instruction, Read, Ref, Reg, Write, outs_of, uses_of
+from shardc.instructions import Arrive, Collective, Compute, Instruction, Read, Ref, Reg, Transfer, Write, outs_of, uses_of
 from shardc.plan.alias import Aliases
 from shardc.program import Slot, SlotKind
 from shardc.reshard import Step
 from shardc.spec import dim_axes
 
-CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "gathered", "other")
+CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "gathered", "staging", "other")
+"""What memory is for; staging: copies of offloaded state while they are used or under way."""
 SLOT_CATEGORY = {
     SlotKind.PARAMETER: "parameters",
     SlotKind.GRADIENT: "gradients",
@@ -41,6 +42,7 @@ class Roles:
         self.aliases, self.slots, self.batch = aliases, slots, batch
         self.parameter: dict[Reg, str] = {}  # register -> the parameter whose value it holds, in any layout or dtype
         self.gathered: set[Reg] = set()  # those that came out of a collective
+        self.staged: set[Reg] = set()  # copies of slots
         self.phase: dict[Reg, str] = {}
         self.new_parameter: set[Reg] = self._new_parameters(instructions)  # values on their way into a parameter slot
         self.gradient: set[Reg] = self._gradients(instructions)
@@ -54,6 +56,12 @@ class Roles:
             slot = self.slots.get(i.slot)
             if slot is not None and slot.kind == SlotKind.PARAMETER:
                 self.parameter[i.out.reg] = i.slot
+        elif isinstance(i, (Transfer, Arrive)):
+            of = i.src if isinstance(i, Transfer) else i.moved
+            if of in self.parameter:
+                self.parameter[i.out.reg] = self.parameter[of]
+            if self.aliases.root[of] in self.aliases.slot or self.aliases.root[of] in self.staged:
+                self.staged.add(i.out.reg)
         elif isinstance(i, Collective):
             if i.src in self.parameter:
                 self.parameter[i.out.reg] = self.parameter[i.src]
@@ -76,7 +84,7 @@ class Roles:
                 slot = self.slots.get(i.slot)
                 if slot is not None and slot.kind == SlotKind.PARAMETER:
                     out.add(i.src)
-            elif isinstance(i, Collective) and i.out.reg in out:
+            elif isinstance(i, (Collective, Transfer, Arrive)) and i.out.reg in out:
                 out.add(i.src)
             elif isinstance(i, Compute) and i.op == _CAST and i.outs[0] is not None and i.outs[0].reg in out:
                 out.update(uses_of(i))
@@ -112,7 +120,7 @@ class Roles:
             mine = [o.reg for o in outs_of(i) if o.reg in out]
             if not mine:
                 continue
-            if isinstance(i, Collective):
+            if isinstance(i, (Collective, Transfer, Arrive)):
                 out.add(i.src)
             elif isinstance(i, Compute) and (i.op in _JOINT or any(r in self.aliases.source for r in mine)):
                 out.update(r for r in uses_of(i) if self.aliases.out[r].dtype is not None and made[r].phase != "forward")
@@ -139,6 +147,8 @@ class Roles:
             return SLOT_CATEGORY[slot.kind]
         if root in self.aliases.input:
             return "other"
+        if root in self.staged:
+            return "staging"
         if root in self.gathered:
             return "gathered"
         if root in self.gradient:

@@ -14,6 +14,7 @@ import torch
 from shardc.dtypes import from_short, short
 from shardc.errors import PlanError
 from shardc.instructions import (
+    Arrive,
     Collective,
     Compute,
     Delete,
@@ -27,18 +28,20 @@ from shardc.instructions import (
     Read,
     Ref,
     Return,
+    Transfer,
     Write,
 )
 from shardc.mesh import Mesh
 from shardc.program import Slot, SlotKind, TensorType
 from shardc.reshard import Step
 from shardc.spec import ShardSpec
+from shardc.tiers import DEVICE
 
 FORMAT = 1
 """Version of the JSON layout; a plan of another version is refused."""
 
 INSTRUCTIONS: dict[str, type[Instruction]] = {
-    c.__name__: c for c in (Read, Input, Compute, Collective, Guard, Write, Delete, Return)
+    c.__name__: c for c in (Read, Input, Compute, Collective, Transfer, Arrive, Guard, Write, Delete, Return)
 }
 
 
@@ -73,7 +76,8 @@ class Encoder:
         if isinstance(v, ShardSpec):
             return {"spec": self.spec(v)}
         if isinstance(v, Out):
-            return {"out": [v.reg, None if v.spec is None else self.spec(v.spec), None if v.dtype is None else short(v.dtype)]}
+            out = [v.reg, None if v.spec is None else self.spec(v.spec), None if v.dtype is None else short(v.dtype)]
+            return {"out": out if v.tier == DEVICE else [*out, v.tier]}
         if isinstance(v, Local):
             return {"local": self.spec(v.spec)}
         if isinstance(v, LocalDim):
@@ -110,7 +114,7 @@ class Encoder:
         return {
             "path": s.path, "kind": str(s.kind), "type": self.type(s.type), "of": s.of, "aliases": list(s.aliases),
             "trainable": s.trainable, "storage": None if s.storage is None else self.spec(s.storage),
-            "compute": None if s.compute is None else self.spec(s.compute),
+            "compute": None if s.compute is None else self.spec(s.compute), **({} if s.tier == DEVICE else {"tier": s.tier}),
         }  # fmt: skip
 
     def type(self, t: TensorType) -> list[Any]:
@@ -127,7 +131,7 @@ class Decoder:
             "ref": Ref,
             "tuple": lambda v: tuple(self.value(x) for x in v),
             "spec": self.spec,
-            "out": lambda v: Out(v[0], self._maybe(v[1]), None if v[2] is None else from_short(v[2])),
+            "out": lambda v: Out(v[0], self._maybe(v[1]), None if v[2] is None else from_short(v[2]), *v[3:]),
             "local": lambda v: Local(self.spec(v)),
             "local_dim": lambda v: LocalDim(self.spec(v).dims[0]),
             "local_start": lambda v: LocalStart(self.spec(v).dims[0]),
@@ -174,7 +178,7 @@ class Decoder:
     def slot(self, d: dict[str, Any]) -> Slot:
         return Slot(
             d["path"], SlotKind(d["kind"]), self.type(d["type"]), d["of"], tuple(d["aliases"]), d["trainable"],
-            self._maybe(d["storage"]), self._maybe(d["compute"]),
+            self._maybe(d["storage"]), self._maybe(d["compute"]), d.get("tier", DEVICE),
         )  # fmt: skip
 
     def type(self, v: list[Any]) -> TensorType:

@@ -23,6 +23,7 @@ from shardc import _torch
 from shardc.dtypes import identity
 from shardc.errors import InputError, RuntimeFailure, ShardcError, StateError
 from shardc.instructions import (
+    Arrive,
     Collective,
     Compute,
     Delete,
@@ -33,6 +34,7 @@ from shardc.instructions import (
     Read,
     Ref,
     Return,
+    Transfer,
     Write,
     outs_of,
     uses_of,
@@ -45,8 +47,10 @@ from shardc.runtime.comm import Move, Request, Wait
 from shardc.runtime.liveness import Liveness
 from shardc.runtime.measure import Measure, describe
 from shardc.runtime.ragged import SIZE, Ragged
+from shardc.runtime.tiers import Tiers
 from shardc.runtime.workspace import workspace_of
 from shardc.spec import ShardSpec
+from shardc.tiers import DEVICE
 
 
 class Stream(Protocol):
@@ -87,6 +91,7 @@ class Executor:
         mesh, coord, device: who runs it, and where. On "meta" it is a dry run: no data, no numbers.
         categories: slot, input path or instruction name -> category of the memory that it brings.
         timeline: keep the bytes alive after each instruction of the measured run (`profile`).
+        tiers: the rank's host and disk tier; by default of its own.
         measure: "first" counts memory and checks results in the first run, "always" in each one.
 
     Raises:
@@ -103,6 +108,7 @@ class Executor:
         categories: Mapping[str, str] | None = None,
         timeline: bool = False,
         measure: str = "first",
+        tiers: Tiers | None = None,
     ) -> None:
         self.instructions, self.mesh, self.coord, self.device = tuple(instructions), mesh, tuple(coord), torch.device(device)
         self.rank = mesh.rank(self.coord)
@@ -119,6 +125,7 @@ class Executor:
         self.constants: dict[str, Any] = {
             "check": _check, "write": _write, "apart": _apart, "filled": _filled, "Wait": Wait,
             "mesh": mesh, "coord": self.coord, "ragged": self.ragged, "device": self.device,
+            "tiers": tiers or Tiers(rank=self.rank), "host": torch.device("meta" if self.device.type == "meta" else "cpu"),
         }  # fmt: skip
         self.names: dict[int, str] = {}
         self.fast: Callable[..., Any] | None = None
@@ -153,6 +160,7 @@ class Executor:
             raise StateError(f"rank {self.rank} has no state {missing[0]!r} ({len(missing)} missing)", where=missing[0])
         if missing := [p for p in self.paths if p not in inputs]:
             raise InputError(f"rank {self.rank} was given no {missing[0]!r} ({len(missing)} missing)", where=missing[0])
+        self.constants["tiers"].begin()
         written: dict[str, Tensor] = {}
         touched: list[int] = []
         self.dirty = False
@@ -184,7 +192,7 @@ class Executor:
             if measured:
                 self.profile = measure.tracker.profile()
             assert self.profile is not None
-            stats.peak_bytes, stats.peak_at = self.profile.peak_bytes, self.profile.peak_at
+            stats.peak_bytes, stats.peak_at, stats.tiers = self.profile.peak_bytes, self.profile.peak_at, self.profile.tiers
             return Outcome(results, written, self.deleted, numbers, stats)
         finally:
             self.dirty = not done and bool(written or touched)
@@ -253,6 +261,12 @@ class Executor:
             parts = [self.sources[k], *(self._inside(i) if measured else [])]
         elif isinstance(i, Collective):
             return self._collective(k, i, measured)
+        elif isinstance(i, Transfer):
+            into = f"r{i.into}" if i.into >= 0 else "None"
+            begun = "touched.append(1); " if i.into >= 0 else ""
+            parts = [f"{begun}r{i.out.reg} = tiers.move({self._const(i)}, r{i.src}, {into}, device)"]
+        elif isinstance(i, Arrive):
+            parts = [f"r{i.out.reg} = tiers.arrive(r{i.moved})"]
         elif isinstance(i, Write):
             held = self.liveness.holders[k]
             parts = [f"r{r} = apart(slots[{i.slot!r}], r{i.src}, r{r})" for r in held]
@@ -283,7 +297,7 @@ class Executor:
             for n, o in outs:
                 fill = fills[n]
                 assert fill is not None
-                source = self._tree(args[n]) if n in args else f"filled({self._fill(fill)})"
+                source = self._tree(args[n]) if n in args else f"filled({self._fill(fill, o.tier)})"
                 made.append(f"r{o.reg} = {source}")
             return "; ".join(made)
         kernel = self.liveness.kernel(i.op)
@@ -291,8 +305,9 @@ class Executor:
         if self.device.type == "meta" and not i.inplace and not kernel.aliases:
             planned = [None if o is None else o.dtype for o in i.outs]
             function = kernels.memoised_on_meta(i.op, function, planned, self.mesh.memo.setdefault("meta results", {}))
-        args, kwargs = (kernels.evaluate(t, self.mesh, self.coord, self.device) for t in (i.args, dict(i.kwargs)))
-        kwargs = {key: kernels.evaluate(v, self.mesh, self.coord, self.device) for key, v in kwargs.items()}
+        device = self.constants["host"] if outs and outs[0][1].tier != DEVICE else self.device
+        args, kwargs = (kernels.evaluate(t, self.mesh, self.coord, device) for t in (i.args, dict(i.kwargs)))
+        kwargs = {key: kernels.evaluate(v, self.mesh, self.coord, device) for key, v in kwargs.items()}
         if i.draw is not None:
             call = self._draw(i, outs[0][1], args, kwargs)
         else:
@@ -327,7 +342,8 @@ class Executor:
         """Source that counts what the kernel of a Compute holds beyond its results."""
         outs = outs_of(i)
         found = None
-        if outs and outs[0].dtype is not None and i.draw is None and not i.inplace and self._fills(i) is None:
+        here = bool(outs) and outs[0].dtype is not None and outs[0].tier == DEVICE
+        if here and i.draw is None and not i.inplace and self._fills(i) is None:
             found = workspace_of(i.op, self.liveness.kernel(i.op).function, self.device)
         if found is None:
             return []
@@ -357,9 +373,9 @@ class Executor:
             return None
         return kernels.skipped(i, self.outs, self.mesh, self.coord)
 
-    def _fill(self, fill: kernels.Fill) -> str:
+    def _fill(self, fill: kernels.Fill, tier: str = DEVICE) -> str:
         shape, dtype, value = fill
-        return f"{shape}, {self._const(dtype)}, device, {self._tree(value)}"
+        return f"{shape}, {self._const(dtype)}, {'device' if tier == DEVICE else 'host'}, {self._tree(value)}"
 
     def _collective(self, k: int, i: Collective, measured: bool) -> str:
         """A step: pack, start, wait, unpack; the operand dies as soon as it is packed."""

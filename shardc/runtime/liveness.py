@@ -5,7 +5,21 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 
-from shardc.instructions import Collective, Compute, Input, Instruction, Read, Reg, Return, Write, outs_of, refs, uses_of
+from shardc.instructions import (
+    Arrive,
+    Collective,
+    Compute,
+    Input,
+    Instruction,
+    Read,
+    Reg,
+    Return,
+    Transfer,
+    Write,
+    outs_of,
+    refs,
+    uses_of,
+)
 from shardc.mesh import Mesh
 from shardc.runtime import kernels
 
@@ -64,6 +78,9 @@ class Liveness:
             if isinstance(i, (Read, Input)):
                 roots = frozenset([("slot", i.slot) if isinstance(i, Read) else ("input", i.path)])
                 self._outlive |= roots
+            elif isinstance(i, (Transfer, Arrive)):
+                of = i.into if isinstance(i, Transfer) else i.moved
+                roots = self._roots.get(of, roots)
             elif isinstance(i, Collective):
                 if i.step.kind == "slice" or mesh.axes[i.step.axis] == 1:
                     roots = self._roots.get(i.src, frozenset())

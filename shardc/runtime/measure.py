@@ -16,6 +16,7 @@ from shardc.runtime.comm import Start
 from shardc.runtime.ragged import Ragged
 from shardc.runtime.workspace import Workspace
 from shardc.spec import ShardSpec
+from shardc.tiers import DEVICE
 
 SENT, RECEIVED = -1, -2
 """The buffers of a collective, as registers."""
@@ -49,13 +50,15 @@ class Measure:
         self.instructions, self.shape, self.categories, self.rank = instructions, shape, categories, rank
         self.ragged = ragged
         self.tracker = Tracker(timeline)
+        self.tiers = {o.reg: o.tier for i in instructions for o in outs_of(i) if o.tier != DEVICE}  # register -> tier
+        self.resting = {i.slot: i.out.tier for i in instructions if isinstance(i, Read)}
         self.held = 0  # by the kernel of the instruction at hand
 
     def begin(self, *tables: Mapping[str, Any]) -> None:
         """State and inputs are there before the step."""
         for path, value in [item for table in tables for item in table.items()]:
             if isinstance(value, Tensor):
-                self.tracker.pin(value, self.categories.get(path, "other"))
+                self.tracker.pin(value, self.categories.get(path, "other"), self.resting.get(path, DEVICE))
         self.tracker.begin()
 
     def inside(self, workspace: Workspace, args: Sequence[Any], *results: Any) -> None:
@@ -99,13 +102,13 @@ class Measure:
     def moved(self, register: int, value: Tensor) -> None:
         """A register's tensor was replaced by a copy."""
         self.tracker.drop((register,))
-        self.tracker.add(register, value)
+        self.tracker.add(register, value, tier=self.tiers.get(register, DEVICE))
 
     def wrote(self, k: int, written: Mapping[str, Tensor]) -> None:
         """A slot has its new value; what it took over lives to the end of the step."""
         i = self.instructions[k]
         assert isinstance(i, Write)
-        self.tracker.pin(written[i.slot], self.categories.get(i.slot, "other"))
+        self.tracker.pin(written[i.slot], self.categories.get(i.slot, "other"), self.tiers.get(i.src, DEVICE))
         self.tracker.mark(i.name)
         self.tracker.drop(i.frees)
 
@@ -126,4 +129,4 @@ class Measure:
                 hint="a factor rule that does not fit its operator, or state or inputs of another shape",
             )
         key = i.slot if isinstance(i, Read) else i.path if isinstance(i, Input) else i.name
-        self.tracker.add(out.reg, value, self.categories.get(key, "other"))
+        self.tracker.add(out.reg, value, self.categories.get(key, "other"), out.tier)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dis
 import functools
 import gc
+import inspect
 import sys
 import types
 import weakref
@@ -180,6 +181,7 @@ def strangers(named: Mapping[str, Tensor], known: set[int]) -> dict[str, str]:
     out: dict[str, str] = {}
     frame = sys._getframe(1)
     here: set[int] = set()
+    copies: list[dict[str, Any]] = []
     while frame is not None:
         module = str(frame.f_globals.get("__name__", ""))
         if not _internal(module):
@@ -191,6 +193,8 @@ def strangers(named: Mapping[str, Tensor], known: set[int]) -> dict[str, str]:
                     kind = "" if isinstance(value, Tensor) else f", a {type(value).__name__},"
                     scope = "global" if frame.f_locals is frame.f_globals else f"local variable of {frame.f_code.co_name}()"
                     out.setdefault(path, f"'{name}'{kind} ({scope}, {where})")
+        if frame.f_code.co_flags & inspect.CO_OPTIMIZED and sys.version_info < (3, 13):
+            copies.append(frame.f_locals)
         here.add(id(frame))
         here.add(id(frame.f_locals))
         frame = frame.f_back  # type: ignore[assignment]
@@ -211,6 +215,8 @@ def strangers(named: Mapping[str, Tensor], known: set[int]) -> dict[str, str]:
         if not upper:
             break
         level = upper
+    for values in copies:  # Python keeps them with the frame: what the function lets go would live on
+        values.clear()
     return out
 
 

@@ -8,7 +8,7 @@ rank without process group, and on a simulated mesh, all tensors stay plain.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -26,8 +26,10 @@ from shardc.runtime.fingerprint import fingerprint
 from shardc.runtime.layout import cut, gather
 from shardc.runtime.materialise import materialise
 from shardc.runtime.owners import places, strangers
+from shardc.runtime.tiers import tier_of
 from shardc.runtime.world import Ranks
 from shardc.spec import ShardSpec
+from shardc.tiers import DEVICE
 
 
 class Values(Protocol):
@@ -41,6 +43,10 @@ class Values(Protocol):
 
     def whole(self, t: Tensor, device: torch.device) -> Tensor:
         """The whole tensor on `device`; it is dropped before the next is asked for."""
+
+
+Adopt = Callable[[str, Tensor], bool]
+"""Takes a path and this rank's part of it."""
 
 
 class Ref(Protocol):
@@ -61,6 +67,11 @@ def to_local(t: Tensor) -> Tensor:
     return _torch.local_of(t) if isinstance(t, DTensor) else t.detach()
 
 
+def own_part(t: Tensor) -> Tensor:
+    """The tensor in which the user's object holds this rank's part: that inside a DTensor, or a plain tensor itself."""
+    return _torch.local_of(t) if isinstance(t, DTensor) else t
+
+
 def wrap(local: Tensor, spec: ShardSpec, type: TensorType, ranks: Ranks, where: str = "") -> DTensor:
     """A DTensor of global `type` over `local` (no copy, no communication).
 
@@ -78,7 +89,10 @@ def wrap(local: Tensor, spec: ShardSpec, type: TensorType, ranks: Ranks, where: 
             where=where,
         )
     stride = type.stride or torch.empty(type.shape, device="meta").stride()
-    return DTensor.from_local(local.detach(), mesh, placements, run_check=False, shape=torch.Size(type.shape), stride=stride)
+    out = DTensor.from_local(local.detach(), mesh, placements, run_check=False, shape=torch.Size(type.shape), stride=stride)
+    if local.device.type != out.device.type:  # at rest on the host; torch has made a copy on the device
+        _torch.local_of(out).data = local
+    return out
 
 
 def is_distributed(kind: SlotKind, of: str, spec: ShardSpec) -> bool:
@@ -106,6 +120,7 @@ def shard_module_state(
     *,
     compare: bool = True,
     values: Values | None = None,
+    adopt: Adopt | None = None,
 ) -> bool:
     """Replace the user's state by this rank's part of it, on the mesh's device, tensor by tensor.
 
@@ -118,6 +133,7 @@ def shard_module_state(
         specs: storage spec of each path; a gradient without one rests as its parameter does.
         owners: the arguments of the step, and what its code reaches through closures and globals.
         compare: whether to check that all ranks hold the same values.
+        adopt: puts a tensor on the tier where it rests, as soon as it is there; False where that is the device.
         values: of tensors that have none; without it modules draw those of meta tensors themselves.
 
     Returns:
@@ -144,7 +160,7 @@ def shard_module_state(
     moving = {path: t for path, t in plain.items() if t.is_meta or path in given or (
         ranks.distributed and _moves(kept[path], spec_of[path], t))}
     if not moving:
-        return _move(plain.values(), ranks)
+        return _move(plain, ranks, adopt)
     where = places(owners, moving.values())
     where.known.update(id(h) for ref in kept.values() for h, _ in getattr(ref, "holders", ()) if not isinstance(h, Tensor))
     where.known.update(map(id, (kept, plain, moving)))
@@ -155,6 +171,8 @@ def shard_module_state(
         ref, new = kept[path], value
         if ranks.distributed and is_distributed(ref.kind, ref.of, spec_of[path]):
             new = _sharded(value, spec_of[path], spec_of.get(f"{path}.grad", spec_of[path]), ranks, path)
+        if adopt is not None:
+            adopt(path, own_part(new))
         for put in where.put.pop(id(old), ()):
             put(new)
         if ref.get() is old:
@@ -172,7 +190,7 @@ def shard_module_state(
         if ranks.distributed and _moves(kept[path], spec_of[path], t):
             replace(path, t, t)
         elif kept[path].kind is not SlotKind.GRADIENT:
-            _move([t], ranks)
+            _move({path: t}, ranks, adopt)
     for module in where.modules:
         known = any(getattr(hook, "hook", None) is _place_loaded for hook in module._load_state_dict_pre_hooks.values())
         if not known and any(isinstance(t, DTensor) for t in (*module._parameters.values(), *module._buffers.values())):
@@ -204,10 +222,10 @@ def _refuse_strangers(parameters: Mapping[str, Tensor], known: set[int]) -> None
         )  # fmt: skip
 
 
-def _move(tensors: Iterable[Tensor], ranks: Ranks) -> bool:
-    """To the mesh's device, in place. Returns False: no object is replaced."""
-    for t in tensors:
-        if t.device.type != ranks.device.type:
+def _move(tensors: Mapping[str, Tensor], ranks: Ranks, adopt: Adopt | None) -> bool:
+    """To the mesh's device, or to where it rests, in place. Returns False: no object is replaced."""
+    for path, t in tensors.items():
+        if not (adopt is not None and adopt(path, t)) and t.device.type != ranks.device.type:
             t.data = t.data.to(ranks.device)
     return False
 
@@ -329,7 +347,9 @@ def take_up(
             out[path] = t.detach()
         elif isinstance(t, DTensor) and tuple(t.shape) == type.shape and _lies(t, spec, ranks, path):
             out[path] = _torch.local_of(t)
-        elif not isinstance(t, DTensor) and not is_distributed(ref.kind, ref.of, spec) and t.device.type == ranks.device.type:
+        elif not isinstance(t, DTensor) and not is_distributed(ref.kind, ref.of, spec) and (
+            t.device.type == ranks.device.type or tier_of(t) != DEVICE
+        ):
             out[path] = t.detach()
         else:
             new = _again(ref, t, spec, type, ranks)

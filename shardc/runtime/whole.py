@@ -19,6 +19,7 @@ from shardc.runtime.agree import digest, exchange
 from shardc.runtime.fingerprint import fingerprint
 from shardc.runtime.layout import gather
 from shardc.runtime.owners import places
+from shardc.runtime.tiers import verified
 from shardc.runtime.world import Ranks
 
 
@@ -26,10 +27,11 @@ def whole(t: Tensor, ranks: Ranks | None = None) -> Tensor:
     """The global value of a DTensor on every rank (collective), or a plain tensor itself; detached. Never through
     `DTensor.full_tensor`, which is wrong for unevenly nested shards."""
     if not isinstance(t, DTensor):
-        return t.detach()
+        return verified(t.detach())
     ranks = ranks or Ranks.of(t.device_mesh)
     with torch.no_grad():
-        return gather(_torch.local_of(t).detach(), from_placements(t.placements, t.shape, ranks.mesh), ranks)
+        local = verified(_torch.local_of(t).detach()).to(ranks.device)
+        return gather(local, from_placements(t.placements, t.shape, ranks.mesh), ranks)
 
 
 @contextlib.contextmanager
@@ -59,6 +61,9 @@ def gathered(*modules: nn.Module) -> Iterator[None]:
     saved = {key: dict(table) for key, table in tables.items()}
     originals = {id(t): t for table in saved.values() for t in table.values() if t is not None}
     sharded = [t for t in originals.values() if isinstance(t, DTensor)]
+    for t in originals.values():
+        if not isinstance(t, DTensor):
+            verified(t.detach())
     ranks = Ranks.of(sharded[0].device_mesh) if sharded else None
     if ranks is not None:
         text = "\n".join(f"{names[id(t)]} {tuple(t.shape)}" for t in sharded)

@@ -104,6 +104,18 @@ def options(draw: DrawFn, mesh: Mesh, program: TrainingProgram | None = None) ->
             k = draw(st.integers(0, ndims[name] - 1))
             pins[name] = P(*[None] * k, draw(st.sampled_from(free)))
         out["params"] = pins
+    if draw(st.integers(0, 3)) == 0:
+        out["offload"] = draw(offloads())
+    return out
+
+
+@st.composite
+def offloads(draw: DrawFn) -> dict[str, Any]:
+    """Values of the option `offload`: any of its parts on the host or on disk, with and without a bound on staging."""
+    parts = draw(st.lists(st.sampled_from(("optimizer", "params", "gradients", "activations")), min_size=1, unique=True))
+    out: dict[str, Any] = {part: draw(st.sampled_from(("host", "disk"))) for part in parts}
+    if draw(st.booleans()):
+        out["staging"] = draw(st.sampled_from((0, 1000, 10**6)))
     return out
 
 
