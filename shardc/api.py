@@ -37,7 +37,10 @@ DryRun = Callable[["CompiledStep", tuple[Any, ...], dict[str, Any]], None]
 _dry_run: contextvars.ContextVar[DryRun | None] = contextvars.ContextVar("shardc_dry_run", default=None)
 
 
-SHOWN = ("zero", "batch", "params", "activations", "microbatches", "recompute", "precision", "rng", "seed", "inputs_are")
+SHOWN = (
+    "zero", "batch", "params", "activations", "microbatches", "recompute", "memory_budget", "precision", "rng", "seed",
+    "inputs_are",
+)  # fmt: skip
 """Options that a plan remembers and prints."""
 
 
@@ -64,7 +67,10 @@ def compile(fn: Callable[..., Any] | None = None, /, **options: Any) -> Any:
         params: ``{"*.qkv.weight": P("tp", None)}``: specs of parameters by name pattern.
         activations: ``{"*.mlp": P("dp", "tp")}``: specs of what modules return, by the name pattern of the module.
         microbatches: how many parts of the batch are computed one after another; the result is that of the whole batch.
-        recompute: "full", or ``{"save": [names]}`` of `shardc.save_name`: activations that the backward computes again.
+        recompute: activations that the backward computes again: "full" (all but the waists), "auto" (what is worth its time,
+            or what the budget needs), or all but ``{"save": [names]}`` of `shardc.save_name`.
+        memory_budget: bytes, or "16GiB": the most that a rank may hold. The fastest plan that fits is taken, else it is an
+            error that says what would fit. Leaves `recompute` at "auto" where it is not given.
         precision: "bf16" or "fp16": what forward and backward compute in; weights and optimizer state keep their dtype.
             "fp16" scales the loss dynamically, inside the step.
         plan: path of a saved plan to run.
@@ -133,6 +139,8 @@ class CompiledStep:
     def replan(self, **changes: Any) -> CompiledStep:
         """The same function with other options."""
         given = {k: getattr(self.options, k) for k in self.options.__dataclass_fields__} | changes
+        if changes.get("memory_budget") is not None and self.options.memory_budget is None and self.options.recompute is None:
+            given = {k: v for k, v in given.items() if k != "recompute" or k in changes}
         if (
             "batch" not in changes
             and isinstance(changes.get("mesh"), Mesh)
