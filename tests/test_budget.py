@@ -111,15 +111,15 @@ def test_any_network(zero: int) -> None:
 
 def test_what_does_not_fit_is_explained_and_every_suggestion_is_true() -> None:
     with pytest.raises(PlanError) as caught:
-        lower(rows=64, zero=3, memory_budget="1600kB")
+        lower(rows=64, zero=3, memory_budget="2MB")
     error = caught.value
-    assert "no plan fits memory_budget=1,600,000" in error.what and "the lowest peak of" in error.what
+    assert "no plan fits memory_budget=2,000,000" in error.what and "the lowest peak of" in error.what
     assert "model.blocks.2" in error.what and "test_recompute.py" in error.what
     hints = [h.strip() for h in error.hint.split("\n       or ")]
     assert any(h.startswith("microbatches=2 (peak ") for h in hints) and any(h.startswith("mesh dp=4") for h in hints)
-    assert lower(64, zero=3, memory_budget="1600kB", microbatches=2).memory.peak_bytes <= 1_600_000
+    assert lower(64, zero=3, memory_budget="2MB", microbatches=2).memory.peak_bytes <= 2_000_000
     larger = shardc.Mesh(dp=4, simulated=True)
-    assert lower(64, larger, zero=3, memory_budget="1600kB").memory.peak_bytes <= 1_600_000
+    assert lower(64, larger, zero=3, memory_budget="2MB").memory.peak_bytes <= 2_000_000
     floor = int(hints[-1].removeprefix("memory_budget="))
     assert lower(64, zero=3, memory_budget=floor).memory.peak_bytes == floor
 

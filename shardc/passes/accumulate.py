@@ -209,6 +209,7 @@ class _Accumulation(Rewriter):
             if _time_step(top):
                 self.env[top] = self._reduced(top)
             else:
+                self._draw_earlier(top)
                 self.copy(top)
             stack.pop()
         return self.env[node]
@@ -299,11 +300,7 @@ class _Accumulation(Rewriter):
     def _drawn(self, node: fx.Node) -> fx.Node:
         """The random numbers of all rows of the rank, drawn once; the layout donor of the operator is an empty tensor."""
         if node not in self.env:
-            if self.ordered:  # torch's generator: a loop that comes first may hold draws that come last
-                before = [n for n in self.body if n in self.old.draws and n not in self.env]
-                for other in sorted(before, key=lambda n: self.old.draws[n].index):
-                    if self.old.draws[other].index < self.old.draws[node].index:
-                        self._drawn(other)
+            self._draw_earlier(node)
             info, spec = self.old.info[node], self._whole(self.old.spec(node))
             assert isinstance(info.type, TensorType)
             donors = [n for n in node.all_input_nodes if self.old.is_tensor(n)]
@@ -326,6 +323,15 @@ class _Accumulation(Rewriter):
             )
             self.env[node] = self.call(node.target, args, kwargs, info.but(spec=spec), node.name)  # type: ignore[arg-type]
         return self.env[node]
+
+    def _draw_earlier(self, node: fx.Node) -> None:
+        """With torch's generator draws come in order, also where a loop that comes first needs a late one."""
+        if not self.ordered or node not in self.old.draws:
+            return
+        index = self.old.draws[node].index
+        before = [n for n in self.body if n in self.old.draws and n not in self.env and self.old.draws[n].index < index]
+        for other in sorted(before, key=lambda n: self.old.draws[n].index):
+            self._drawn(other)
 
     def _whole(self, spec: ShardSpec) -> ShardSpec:
         return spec.without(TIME).canonical(self.mesh)

@@ -23,8 +23,14 @@ TARGETS = 24
 MERGED = (1, 2, 3, 4, 6, 8)
 """How many neighbouring regions are taken as one."""
 
-SMALL = 200
-"""Problems with at most so many instructions to choose from are improved one by one."""
+FEW = 6
+"""Where there are fewer regions, wider borders are tried too."""
+
+SMALL = 64
+"""Problems with at most so many instructions to choose from are improved by changing one at a time."""
+
+EXPANDED = 150
+"""So many points of the frontier of a small problem are improved."""
 
 
 @dataclass(frozen=True)
@@ -45,13 +51,9 @@ def frontier(problem: Problem) -> list[Point]:
     borders = forward.borders()
     points = [none]
     known: dict[object, tuple[Region, list[Trade]]] = {}
-    cuts = []
-    for g in MERGED:
-        if g > 1 and g >= 2 * len(borders):
-            break
-        cuts.append(borders[::g])
-    if len(borders) > 1:
-        cuts.append([0])
+    cuts = [borders[::g] for g in MERGED if g == 1 or g < 2 * len(borders)]
+    if len(borders) < FEW:  # no narrow borders: try wide ones
+        cuts += [forward.borders(1), [0]]
     seen: set[Choice] = set()
     for some in cuts:
         offers = _offers(problem, forward, some, known)
@@ -62,9 +64,8 @@ def frontier(problem: Problem) -> list[Point]:
             seen.add(choice)
             points.append(problem.judge(choice))
     points = pareto(points)
-    if len([s for s in problem.steps if s.movable]) <= SMALL:
-        points = pareto([*points, *_improved(problem, points)])
-    return points
+    movable = [k for k, s in enumerate(problem.steps) if s.movable and any(problem.nbytes.get(r) for r in s.makes)]
+    return _improved(problem, points, movable) if len(movable) <= SMALL else points
 
 
 def pareto(points: Sequence[Point]) -> list[Point]:
@@ -155,6 +156,20 @@ def _meet(problem: Problem, offers: Sequence[_Offer], target: int) -> Choice | N
     return frozenset().union(*(o.trades[t].drop for o, t in zip(offers, taken, strict=True)))
 
 
-def _improved(problem: Problem, points: Sequence[Point]) -> list[Point]:
-    """Points with single instructions kept, dropped or exchanged, as long as that is better."""
-    return list(points)
+def _improved(problem: Problem, points: Sequence[Point], movable: Sequence[int]) -> list[Point]:
+    """Points that differ in single instructions, and points that differ from those, as long as the frontier grows."""
+    front, tried, seen = list(points), set(), {p.choice for p in points}
+    while len(tried) < EXPANDED:
+        todo = [p for p in front if p.choice not in tried][: EXPANDED - len(tried)]
+        if not todo:
+            break
+        more = []
+        for p in todo:
+            tried.add(p.choice)
+            for k in movable:
+                choice = p.choice ^ {k}
+                if choice not in seen:
+                    seen.add(choice)
+                    more.append(problem.judge(choice))
+        front = pareto([*front, *more])
+    return front

@@ -73,7 +73,7 @@ class Forward:
         self.long = {r for r, at in self.made.items() if self.last[r] - at > LONG * n}
         self.long |= {p.root[r] for s in p.steps if not s.forward and not s.late for r in s.reads}  # there anyway
 
-    def borders(self) -> list[int]:
+    def borders(self, worth: int = WORTH) -> list[int]:
         """Indices in `steps` before which a region begins; the first is 0."""
         anchors = set(self.long)
         out = [0]
@@ -99,7 +99,7 @@ class Forward:
             if hi - lo < 3 or not held[-1]:
                 continue
             side = np.minimum(held, held[-1] - held)
-            good = np.flatnonzero((cross[1:-1] * WORTH <= side[1:-1]) & (side[1:-1] > 0)) + 1
+            good = np.flatnonzero((cross[1:-1] * worth <= side[1:-1]) & (side[1:-1] > 0)) + 1
             if not len(good):
                 continue
             low = good[cross[good] == cross[good].min()]
@@ -226,10 +226,11 @@ class Region:
         if not self.wanted:
             return [Trade(frozenset(), 0, 0.0)]
         self._graph()
-        if not self.edges:
-            return [Trade(frozenset(), 0, 0.0)]
         none = Trade(frozenset(), 0, 0.0)
-        ceiling = THOROUGH * sum(self.p.steps[k].seconds for k in self.steps) / sum(max(e[2], 0) for e in self.edges)
+        total = sum(max(e[2], 0) for e in self.edges)
+        if not total:
+            return [none]
+        ceiling = THOROUGH * sum(self.p.steps[k].seconds for k in self.steps) / total
         top = self.measure(self.cut(ceiling))
         found = {none.freed: none}
 
