@@ -31,6 +31,7 @@ from shardc.program import Program, TensorType
 from shardc.runtime.state import Watch
 from shardc.runtime.whole import full_state_dict
 from shardc.runtime.world import setup
+from shardc.sizes import Sizes
 from shardc.variants import StepStats, Variant, Variants, same_key
 
 DryRun = Callable[["CompiledStep", tuple[Any, ...], dict[str, Any]], None]
@@ -359,7 +360,7 @@ class CompiledStep:
             elif later:
                 captured.program.notes.append("of a first call: what later ones decide depends on the state that it leaves")
         self._plan = self._planned(captured, mesh)
-        return self._plan
+        return replace(self._plan, again=Sizes(self, self._plan, world, types, args, kwargs))
 
     def _global_types(self, world: World, mesh: Mesh) -> dict[str, TensorType]:
         out = {}

@@ -26,6 +26,9 @@ MERGED = (1, 2, 3, 4, 6, 8)
 FEW = 6
 """Where there are fewer regions, wider borders are tried too."""
 
+EVEN = (3, 5, 8, 12)
+"""Also so many regions of equal size, wherever their borders are."""
+
 SMALL = 64
 """Problems with at most so many instructions to choose from are improved by changing one at a time."""
 
@@ -53,7 +56,7 @@ def frontier(problem: Problem) -> list[Point]:
     known: dict[object, tuple[Region, list[Trade]]] = {}
     cuts = [borders[::g] for g in MERGED if g == 1 or g < 2 * len(borders)]
     if len(borders) < FEW:  # no narrow borders: try wide ones
-        cuts += [forward.borders(1), [0]]
+        cuts += [forward.borders(1), [0], *(forward.even(k) for k in EVEN)]
     seen: set[Choice] = set()
     for some in cuts:
         offers = _offers(problem, forward, some, known)
@@ -158,7 +161,8 @@ def _meet(problem: Problem, offers: Sequence[_Offer], target: int) -> Choice | N
 
 def _improved(problem: Problem, points: Sequence[Point], movable: Sequence[int]) -> list[Point]:
     """Points that differ in single instructions, and points that differ from those, as long as the frontier grows."""
-    front, tried, seen = list(points), set(), {p.choice for p in points}
+    front, seen = list(points), {p.choice for p in points}
+    tried: set[Choice] = set()
     while len(tried) < EXPANDED:
         todo = [p for p in front if p.choice not in tried][: EXPANDED - len(tried)]
         if not todo:

@@ -110,6 +110,25 @@ class Forward:
             todo += [(lo, border), (border, hi)]
         return sorted(out)
 
+    def even(self, count: int) -> list[int]:
+        """Borders of `count` regions of about equal kept bytes, each where the fewest bytes cross nearby."""
+        n = len(self.steps)
+        cross, held = np.zeros(n + 1, dtype=np.int64), np.zeros(n + 1, dtype=np.int64)
+        for r, at in self.made.items():
+            size = self.problem.nbytes[r]
+            if r not in self.long:
+                cross[at + 1] += size
+                cross[min(self.last[r] + 1, n)] -= size
+            if r in self.kept:
+                held[at + 1] += size
+        cross, held = np.cumsum(cross), np.cumsum(held)
+        out = [0]
+        for k in range(1, count):
+            lo, hi = np.searchsorted(held, [held[-1] * (k - 0.4) / count, held[-1] * (k + 0.4) / count])
+            if hi > lo:
+                out.append(int(lo + np.argmin(cross[lo:hi])))
+        return sorted(set(out))
+
     def anchors(self, borders: Sequence[int]) -> set[Reg]:
         """Storages that cross a border, and long-lived ones."""
         out = set(self.long)
