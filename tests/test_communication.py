@@ -132,3 +132,33 @@ def test_gradients_of_activations_are_not_gradients_of_parameters() -> None:
     assert [(row.group, row.phase, row.count) for row in plan.communication] == [
         ("activations", "forward", 1), ("activations", "backward", 1),
     ]  # fmt: skip
+
+
+class Sliced(nn.Module):
+    """An embedding and one weight of 64 rows, used in two slices."""
+
+    def __init__(self, rows: int) -> None:
+        super().__init__()
+        self.wte, self.rows = nn.Embedding(64, 32), rows
+        self.weight = nn.Parameter(torch.randn(64, 32))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.wte(tokens)
+        up, down = self.weight[: self.rows], self.weight[self.rows : 2 * self.rows]
+        return torch.cat([F.linear(x, up).tanh(), F.linear(x, down)], -1)
+
+
+@pytest.mark.parametrize(
+    ("zero", "rows", "kinds"),
+    [
+        (3, 32, ["reduce_scatter"] * 2),  # of the embedding and of the weight
+        (3, 16, ["reduce_scatter"] * 2),  # half of the rows: scattering all sends as much as reducing these for every rank
+        (3, 4, ["all_reduce"] * 2 + ["reduce_scatter"]),
+        (0, 32, ["all_reduce"] * 2),
+        (0, 16, ["all_reduce"] * 3),
+    ],
+)
+def test_parts_of_a_gradient_are_reduced_together_where_that_sends_no_more(zero: int, rows: int, kinds: list[str]) -> None:
+    plan = plan_of(Sliced(rows), 2, zero)
+    found = [r.kind for r in plan.communication if r.group == "gradients" for _ in range(r.count)]
+    assert sorted(found) == kinds

@@ -99,6 +99,7 @@ LOSSES: dict[str, Loss] = {
     "elements": lambda model, x, y: model(x)[model(x).detach() > 0].pow(2).mean(),
     "views": lambda model, x, y: model(x)[y > 0].view(-1, 2, 2).transpose(1, 2).reshape(-1).pow(3).sum(),
     "largest": lambda model, x, y: model(x)[y > 0].amax(0).sum(),
+    "smallest": lambda model, x, y: model(x)[y > 0].amin(0).pow(2).sum(),
 }
 
 
@@ -121,6 +122,11 @@ def test_with_tensor_parallel_and_two_batch_axes(name: str) -> None:
     check(step, make, batches(), mesh={"dp": 2, "tp": 2}, zero=3, params=TP)
     check(step, make, batches(), mesh={"a": 2, "b": 2}, batch=("a", "b"), zero=3)
     check(step, make, batches(), mesh={"dp": 2}, zero=3, recompute="full")
+
+
+@pytest.mark.parametrize("name", ["largest", "smallest"])
+def test_a_rank_without_rows_holds_no_extreme(name: str) -> None:
+    check(step_of(LOSSES[name]), make, batches(classes=lambda y: torch.arange(len(y)) // 4), mesh={"dp": 2}, zero=3)
 
 
 @pytest.mark.parametrize("name", ["decided", "dispatched", "put"])
@@ -212,6 +218,9 @@ def test_mixtral_gathers_no_tokens() -> None:
     plan = step.lower(*mixtral(), *tokens(1)[0])
     assert {row.group for row in plan.communication if row.kind in ("all_gather", "all_to_all")} == {"parameters"}
     assert all(r.name.endswith("inv_freq") for r in plan.replicated)  # buffers
+    gathered = sum(r.bytes for r in plan.communication if r.group == "parameters" and r.phase == "forward")
+    reduced = [(r.kind, r.bytes) for r in plan.communication if r.group == "gradients"]
+    assert reduced == [("reduce_scatter", gathered)]  # once each
 
 
 def train_dispatched(model: Net, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> Tensor:

@@ -25,6 +25,7 @@ from shardc.passes.borders import Crossing, crossings, notes, sent
 from shardc.passes.factors import choose, is_free, made_factors, required, result_specs, rule_of, split_of_result
 from shardc.passes.graphs import Rewriter, is_cast, is_getitem, is_op, is_view, kept, operands, reshard, without_dead
 from shardc.passes.inline import Tracer
+from shardc.passes.pending import may_wait
 from shardc.passes.pins import decided, pinned_axes, wanted_result
 from shardc.passes.selection import NONZERO, READS, WRITES, Selections
 from shardc.passes.sink import sink
@@ -360,18 +361,6 @@ class _Propagation(Rewriter):
             held = frozenset(k for k, s in enumerate(specs) if s.reduction(axis) == op)
             after = rule.through(held, op)
             clash = any(axis in s.axes or s.reduction(axis) not in (None, op) for s in specs)
-            if after is not None and not clash and self._may_wait(node, [olds[k] for k in held]):
+            if after is not None and not clash and may_wait(self.old, node, [olds[k] for k in held], self.kept):
                 out[axis, op] = after
         return out
-
-    def _may_wait(self, node: fx.Node, held: Sequence[fx.Node]) -> bool:
-        """Delaying a reduction must not make it larger or more frequent."""
-        if any(len(n.users) != 1 or n in self.kept for n in held):
-            return False
-        if any(isinstance(self.old.info[n].spec, ShardSpec) for n in held):  # pinned: it is reduced where it stands
-            return False
-        kinds = self.old.info[node].type
-        results = [t for t in (kinds if isinstance(kinds, tuple) else (kinds,)) if t is not None]
-        if is_cast(node) and self.old.info[node].phase == Phase.BACKWARD:
-            return True  # a gradient is reduced in the wider type
-        return sum(t.nbytes for t in results) <= sum(self.old.type(n).nbytes for n in held)

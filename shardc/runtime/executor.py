@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from shardc import _torch
+from shardc.dtypes import identity
 from shardc.errors import InputError, RuntimeFailure, ShardcError, StateError
 from shardc.instructions import (
     Collective,
@@ -298,7 +299,7 @@ class Executor:
             if self.device.type == "meta" and i.op != SIZE and outs and all(o.dtype is None for _, o in outs):
                 function = kernels.numbers_on_meta(function)
             given = [self._tree(a) for a in args] + [f"{key}={self._tree(v)}" for key, v in kwargs.items()]
-            call = f"{self._const(function)}({', '.join(given)})"
+            call = self._of_rows(i, f"{self._const(function)}({', '.join(given)})")
         if i.inplace:
             call = f"(touched.append(1), {call})[1]"
         if not outs:
@@ -309,6 +310,18 @@ class Executor:
             return f"{', '.join(f'r{o.reg}' for _, o in outs)}, = {call}"
         picked = "; ".join(f"r{o.reg} = several[{n}]" for n, o in outs)
         return f"several = {call}; {picked}; del several"
+
+    def _of_rows(self, i: Compute, call: str) -> str:
+        """A call that takes the largest of rows that data selects: a rank without any adds the identity, as `kernels.skipped`
+        has it where the plan knows that a part is empty."""
+        rows = [r for r in uses_of(i) if self.ragged.dims(self.outs[r].spec)]
+        outs = outs_of(i)
+        spec, dtype = (outs[0].spec, outs[0].dtype) if len(outs) == 1 else (None, None)
+        ops = {op for _, op in spec.partial} - {"sum"} if spec is not None else set()
+        if not rows or spec is None or dtype is None or len(ops) != 1 or self.ragged.dims(spec):
+            return call
+        fill = (self._shape(spec), dtype, identity(ops.pop(), dtype))
+        return f"({call} if {' and '.join(f'r{r}.numel()' for r in rows)} else filled({self._fill(fill)}))"
 
     def _inside(self, i: Compute) -> list[str]:
         """Source that counts what the kernel of a Compute holds beyond its results."""
