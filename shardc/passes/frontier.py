@@ -9,6 +9,7 @@ compete with short ones. All candidates are judged by `Problem.judge`; those tha
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -30,10 +31,10 @@ EVEN = (3, 5, 8, 12)
 """Also so many regions of equal size, wherever their borders are."""
 
 SMALL = 64
-"""Problems with at most so many instructions to choose from are improved by changing one at a time."""
+"""Problems with at most so many instructions to choose from are improved by changing one or two at a time."""
 
-EXPANDED = 150
-"""So many points of the frontier of a small problem are improved."""
+JUDGED = 4000
+"""So many choices of a small problem are looked at."""
 
 
 @dataclass(frozen=True)
@@ -160,20 +161,21 @@ def _meet(problem: Problem, offers: Sequence[_Offer], target: int) -> Choice | N
 
 
 def _improved(problem: Problem, points: Sequence[Point], movable: Sequence[int]) -> list[Point]:
-    """Points that differ in single instructions, and points that differ from those, as long as the frontier grows."""
+    """Points that differ in one instruction, or in two where one is not enough, as long as the frontier grows."""
     front, seen = list(points), {p.choice for p in points}
-    tried: set[Choice] = set()
-    while len(tried) < EXPANDED:
-        todo = [p for p in front if p.choice not in tried][: EXPANDED - len(tried)]
-        if not todo:
+    one: list[frozenset[int]] = [frozenset((k,)) for k in movable]
+    two = [a | b for a, b in itertools.combinations(one, 2)]
+    tried: set[tuple[Choice, int]] = set()
+    while len(seen) < JUDGED:
+        moves, p = next(((m, p) for m in (one, two) for p in front if (p.choice, len(m)) not in tried), (None, front[0]))
+        if moves is None:
             break
+        tried.add((p.choice, len(moves)))
         more = []
-        for p in todo:
-            tried.add(p.choice)
-            for k in movable:
-                choice = p.choice ^ {k}
-                if choice not in seen:
-                    seen.add(choice)
-                    more.append(problem.judge(choice))
+        for move in moves[: JUDGED - len(seen)]:
+            choice = p.choice ^ move
+            if choice not in seen:
+                seen.add(choice)
+                more.append(problem.judge(choice))
         front = pareto([*front, *more])
     return front
