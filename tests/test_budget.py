@@ -116,6 +116,7 @@ def test_any_network(zero: int) -> None:
     check(classify, convolutions, [images()] * 2, mesh={"dp": 2}, zero=zero, recompute="auto")
 
 
+@pytest.mark.long
 def test_what_does_not_fit_is_explained_and_every_suggestion_is_true() -> None:
     with pytest.raises(PlanError) as caught:
         lower(rows=64, zero=3, memory_budget="2MB")
@@ -137,6 +138,7 @@ def test_a_fixed_choice_stays_fixed() -> None:
         lower(zero=3, recompute=None, memory_budget=peak - 1)
 
 
+@pytest.mark.long
 def test_the_largest_batch_fits_and_the_next_does_not() -> None:
     plan = lower(zero=3)
     rows = plan.largest_batch("3MB")
