@@ -33,6 +33,7 @@ from shardc.runtime.state import Watch, own_part
 from shardc.runtime.tiers import tier_of
 from shardc.runtime.whole import full_state_dict
 from shardc.runtime.world import setup
+from shardc.sizes import Sizes
 from shardc.tiers import DEVICE, DISK, Offload
 from shardc.variants import StepStats, Variant, Variants, same_key
 
@@ -41,7 +42,8 @@ _dry_run: contextvars.ContextVar[DryRun | None] = contextvars.ContextVar("shardc
 
 
 SHOWN = (
-    "zero", "batch", "params", "activations", "microbatches", "recompute", "offload", "precision", "rng", "seed", "inputs_are",
+    "zero", "batch", "params", "activations", "microbatches", "recompute", "offload", "memory_budget", "precision", "rng",
+    "seed", "inputs_are",
 )  # fmt: skip
 """Options that a plan remembers and prints."""
 
@@ -69,9 +71,12 @@ def compile(fn: Callable[..., Any] | None = None, /, **options: Any) -> Any:
         params: ``{"*.qkv.weight": P("tp", None)}``: specs of parameters by name pattern.
         activations: ``{"*.mlp": P("dp", "tp")}``: specs of what modules return, by the name pattern of the module.
         microbatches: how many parts of the batch are computed one after another; the result is that of the whole batch.
-        recompute: "full", or ``{"save": [names]}`` of `shardc.save_name`: activations that the backward computes again.
+        recompute: activations that the backward computes again: "full" (all but the waists), "auto" (what is worth its time,
+            or what the budget needs), or all but ``{"save": [names]}`` of `shardc.save_name`.
         offload: ``{"optimizer": "host", "params": "disk", "gradients": "host", "activations": "host"}``, any of them: what
             rests in host memory or on disk between its uses; also "staging" (a bound in bytes), "folder" (of the disk's files).
+        memory_budget: bytes, or "16GiB": the most that a rank may hold. The fastest plan that fits is taken, else it is an
+            error that says what would fit. Leaves `recompute` at "auto" where it is not given.
         precision: "bf16" or "fp16": what forward and backward compute in; weights and optimizer state keep their dtype.
             "fp16" scales the loss dynamically, inside the step.
         plan: path of a saved plan to run.
@@ -141,6 +146,8 @@ class CompiledStep:
     def replan(self, **changes: Any) -> CompiledStep:
         """The same function with other options."""
         given = {k: getattr(self.options, k) for k in self.options.__dataclass_fields__} | changes
+        if changes.get("memory_budget") is not None and self.options.memory_budget is None and self.options.recompute is None:
+            given = {k: v for k, v in given.items() if k != "recompute" or k in changes}
         if (
             "batch" not in changes
             and isinstance(changes.get("mesh"), Mesh)
@@ -397,7 +404,7 @@ class CompiledStep:
             elif later:
                 captured.program.notes.append("of a first call: what later ones decide depends on the state that it leaves")
         self._plan = self._planned(captured, mesh, world)
-        return self._plan
+        return replace(self._plan, again=Sizes(self, self._plan, world, types, args, kwargs))
 
     def _global_types(self, world: World, mesh: Mesh) -> dict[str, TensorType]:
         out = {}

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from fractions import Fraction
 from typing import Any
 
 from shardc.errors import OptionError
@@ -18,7 +20,6 @@ TIME = "mb"
 
 LATER = {
     "reduce_dtype": None,
-    "memory_budget": None,
     "backend": "eager",
 }
 """Options of the design that this version does not implement yet, with the one value that it accepts."""
@@ -48,7 +49,7 @@ class Options:
     offload: Any = None
     precision: Any = None
     reduce_dtype: Any = None
-    memory_budget: Any = None
+    memory_budget: int | None = None
     backend: str = "eager"
 
     @staticmethod
@@ -69,6 +70,9 @@ class Options:
             values["batch"] = _batch(values["batch"])
         elif "mesh" in values and "dp" not in values["mesh"].axes:
             values["batch"] = ()
+        if values.get("memory_budget") is not None:
+            values["memory_budget"] = bytes_of(values["memory_budget"], "memory_budget")
+            values.setdefault("recompute", "auto")  # left open
         out = Options(**values)
         out._check()
         return out
@@ -93,8 +97,8 @@ class Options:
         alone = self.microbatches == 1 or TIME not in self.mesh.axes
         _want(alone, "microbatches", self.microbatches, f"a mesh without an axis {TIME!r}")
         saves = isinstance(self.recompute, Mapping) and [*self.recompute] == ["save"] and type(self.recompute["save"]) is list
-        allowed = 'None, "full" or {"save": [names]}: "auto" is not implemented yet'
-        _want(self.recompute in (None, "full") or saves, "recompute", self.recompute, allowed)
+        allowed = 'None, "full", "auto" or {"save": [names]}'
+        _want(self.recompute in (None, "full", "auto") or saves, "recompute", self.recompute, allowed)
         Offload.of(self.offload)
         _want(self.rng in ("counter", "torch"), "rng", self.rng, '"counter" or "torch"')
         _want(self.precision in (None, "bf16", "fp16"), "precision", self.precision, 'None, "bf16" or "fp16"')
@@ -132,6 +136,31 @@ class Options:
 def _want(ok: bool, name: str, value: object, allowed: str) -> None:
     if not ok:
         raise OptionError(f"option {name}={value!r} ({type(value).__name__}) is not allowed", hint=f"use {allowed}")
+
+
+_UNITS = {"": 1, "b": 1}
+_UNITS |= {f"{u}ib": 1024**k for k, u in enumerate("kmgt", 1)} | {f"{u}b": 1000**k for k, u in enumerate("kmgt", 1)}
+
+
+def bytes_of(value: object, name: str) -> int:
+    """Bytes that a user wrote: ``16 * 2**30``, ``"16GiB"``, ``"800 MB"``, ``"1.5GB"``.
+
+    Args:
+        name: what the value is for, in the error.
+
+    Raises:
+        OptionError: no positive number of bytes.
+    """
+    allowed = 'bytes as an int, or text like "16GiB", "800MB"'
+    if isinstance(value, str):
+        match = re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*([a-z]*)\s*", value, re.IGNORECASE)
+        unit = _UNITS.get(match[2].lower()) if match else None
+        _want(match is not None and unit is not None, name, value, allowed)
+        assert match is not None and unit is not None
+        value = int(Fraction(match[1]) * unit)
+    _want(isinstance(value, int) and not isinstance(value, bool) and value > 0, name, value, allowed)
+    assert isinstance(value, int)
+    return value
 
 
 def _mesh(value: object) -> Mesh:

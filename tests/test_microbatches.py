@@ -134,6 +134,19 @@ def test_what_would_save_nothing_is_refused() -> None:
         shardc.compile(contrastive, microbatches=0)
 
 
+def test_masks_that_two_loops_read_are_no_reason_to_refuse() -> None:
+    def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> Tensor:
+        z = model(x)
+        keep = F.dropout(torch.ones_like(x), 0.5)
+        loss = (F.cross_entropy(z, y, reduction="none") * keep[:, 0]).sum() / keep.sum() * (keep * x).abs().amax()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    check(train_step, lambda: state(0.3), batches(9), mesh={"dp": 2}, zero=3, microbatches=2)
+
+
 def test_a_penalty_on_parameters_is_taken_once() -> None:
     def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> Tensor:
         loss = F.cross_entropy(model(x), y) + 0.1 * sum((p**2).sum() for p in model.parameters())

@@ -9,8 +9,10 @@ from dataclasses import replace
 from shardc.options import Options
 from shardc.passes.accumulate import accumulate
 from shardc.passes.annotate import annotate
+from shardc.passes.ladder import OverBudget, ladder
 from shardc.passes.normalize import normalize
 from shardc.passes.offload import offload
+from shardc.passes.over_budget import explained
 from shardc.passes.partition import partition
 from shardc.passes.propagate import propagate
 from shardc.passes.rebuild import rebuild
@@ -28,6 +30,7 @@ PIPELINE: list[tuple[str, Callable[[Program, Options], Program]]] = [
     ("propagate", propagate),
     ("partition", lambda program, options: partition(program)),
     ("accumulate", accumulate),
+    ("ladder", ladder),
     ("schedule", lambda program, options: schedule(program)),
     ("offload", lambda program, options: offload(program, Offload.of(options.offload))),
 ]
@@ -42,11 +45,18 @@ def run(program: Program, options: Options, *, check: bool | None = None) -> dic
 
     Returns:
         Name of the stage -> the program after it; the first is "capture", the last the one to build a plan from.
+
+    Raises:
+        PlanError: among others, no plan fits the memory budget.
     """
     check = os.environ.get("SHARDC_VERIFY") == "1" if check is None else check
     stages = {"capture": replace(program)}
+    captured = program
     for name, one in PIPELINE:
-        program = one(program, options)
+        try:
+            program = one(program, options)
+        except OverBudget as e:
+            raise explained(e, lambda changed, mesh: run(replace(captured, mesh=mesh), changed), captured, options) from None
         if check:
             verify(program, name)
         stages[name] = program

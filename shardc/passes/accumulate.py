@@ -6,8 +6,10 @@ over `mb` is a running sum; what does not depend on `mb` is there once. Constant
 batch already, since the step was captured on it.
 
 A reduction over `mb` that the body needs (``n = mask.sum()`` in ``loss = (l * mask).sum() / n``) splits the loop: a first loop
-computes what it needs, the next one the rest. What crosses from one loop to a later one is kept for all microbatches; where
-that is a good part of the activations (batch normalisation, contrastive losses), microbatches save no memory: refused.
+computes what it needs, the next one the rest. What is cheap is computed again in the later loop: rows of inputs and of random
+numbers, and what pointwise operators make of them (a dropout mask). What else crosses from one loop to a later one is kept for
+all microbatches; where that is a good part of the activations (batch normalisation, contrastive losses), microbatches save no
+memory: refused.
 
 Parameters are gathered anew in each microbatch, for forward and backward. Random numbers are drawn for all rows of the rank,
 and each microbatch takes its own.
@@ -27,7 +29,7 @@ from shardc.errors import PlanError
 from shardc.instructions import Local, LocalDim, LocalStart
 from shardc.mesh import Mesh
 from shardc.options import TIME, Options
-from shardc.passes.graphs import STEPS, Rewriter, is_cast, is_getitem, is_random, is_view
+from shardc.passes.graphs import STEPS, Rewriter, is_cast, is_getitem, is_op, is_random, is_view
 from shardc.program import Info, Phase, Program, TensorType, op_name
 from shardc.reshard import STEP_OPS, Step
 from shardc.spec import Dim, Factor, ShardSpec, canonical_dim, dim_axes
@@ -48,11 +50,13 @@ class _Accumulation(Rewriter):
         self.count = program.mesh.axes[TIME]
         self.batch = tuple(a for a in options.batch if program.mesh.axes[a] > 1)
         self.mesh: Mesh = program.mesh.like({a: n for a, n in program.mesh.axes.items() if a != TIME})
+        self.ordered = options.rng == "torch"
         self.total = self._batch_rows()
         self.rows, self.chunk = self._microbatches()
         self.gathered: set[fx.Node] = set()
         self.body = self._body()
         self.loop, self.before = self._loops()
+        self.repeated = self._repeated()
         self.copies: dict[tuple[fx.Node, int], fx.Node] = {}
         self._refuse_crossing()
 
@@ -128,12 +132,31 @@ class _Accumulation(Rewriter):
                 before[node] = max((loop[u] + 1 if u in self.body else before[u] for u in users), default=0)
         return loop, before
 
+    def _repeated(self) -> dict[fx.Node, set[int]]:
+        """Cheap body nodes -> the later loops that compute them again."""
+        cheap: set[fx.Node] = set()
+        for node in self.old.nodes:
+            if node not in self.body or node in self.gathered:
+                continue
+            made_of = [n for n in node.all_input_nodes if n in self.body and n not in self.gathered]
+            pointwise = is_op(node) and torch.Tag.pointwise in node.target.tags  # type: ignore[union-attr]
+            light = pointwise or is_cast(node) or is_view(node) or is_getitem(node)
+            if _time_step(node) or is_random(node) or (light and all(n in cheap for n in made_of)):
+                cheap.add(node)
+        out: dict[fx.Node, set[int]] = {}
+        for node in reversed(self.old.nodes):
+            if node in cheap:
+                loops = {loop for u in node.users if u in self.body for loop in (self.loop[u], *out.get(u, ()))}
+                if later := {loop for loop in loops if loop < self.loop[node]}:
+                    out[node] = later
+        return out
+
     def _refuse_crossing(self) -> None:
         kept = saved = 0
         worst: tuple[int, fx.Node] | None = None
         for node in self.body:
             kind = self.old.info[node].type
-            if not isinstance(kind, TensorType) or _time_step(node):
+            if not isinstance(kind, TensorType) or _time_step(node) or node in self.repeated:
                 continue
             users = [u for u in node.users if u in self.body]
             if self.old.info[node].phase == Phase.FORWARD and any(self.old.info[u].phase == Phase.BACKWARD for u in users):
@@ -164,6 +187,8 @@ class _Accumulation(Rewriter):
                 for node in order:
                     if self.loop[node] == loop:
                         self.microbatch(node, i)
+                    elif loop in self.repeated.get(node, ()):
+                        self.microbatch(node, i, again=True)
         for node in self.old.nodes:
             if node.op == "call_function" and node not in self.body:
                 self.once(node)
@@ -184,11 +209,12 @@ class _Accumulation(Rewriter):
             if _time_step(top):
                 self.env[top] = self._reduced(top)
             else:
+                self._draw_earlier(top)
                 self.copy(top)
             stack.pop()
         return self.env[node]
 
-    def microbatch(self, node: fx.Node, i: int) -> None:
+    def microbatch(self, node: fx.Node, i: int, again: bool = False) -> None:
         info = self.old.info[node]
         if _time_step(node):
             self.copies[node, i] = self._rows_of(node, i)
@@ -208,7 +234,7 @@ class _Accumulation(Rewriter):
                 new = info.but(type=_sized(types, spec), spec=spec)
             self.copies[node, i] = self.call(node.target, args, kwargs, new)  # type: ignore[arg-type]
         for user in node.users:
-            if _time_step(user) and user not in self.body:
+            if _time_step(user) and user not in self.body and not again:
                 self._add(user, node, i)
 
     def _args(self, node: fx.Node, i: int) -> Any:
@@ -274,6 +300,7 @@ class _Accumulation(Rewriter):
     def _drawn(self, node: fx.Node) -> fx.Node:
         """The random numbers of all rows of the rank, drawn once; the layout donor of the operator is an empty tensor."""
         if node not in self.env:
+            self._draw_earlier(node)
             info, spec = self.old.info[node], self._whole(self.old.spec(node))
             assert isinstance(info.type, TensorType)
             donors = [n for n in node.all_input_nodes if self.old.is_tensor(n)]
@@ -296,6 +323,15 @@ class _Accumulation(Rewriter):
             )
             self.env[node] = self.call(node.target, args, kwargs, info.but(spec=spec), node.name)  # type: ignore[arg-type]
         return self.env[node]
+
+    def _draw_earlier(self, node: fx.Node) -> None:
+        """With torch's generator draws come in order, also where a loop that comes first needs a late one."""
+        if not self.ordered or node not in self.old.draws:
+            return
+        index = self.old.draws[node].index
+        before = [n for n in self.body if n in self.old.draws and n not in self.env and self.old.draws[n].index < index]
+        for other in sorted(before, key=lambda n: self.old.draws[n].index):
+            self._drawn(other)
 
     def _whole(self, spec: ShardSpec) -> ShardSpec:
         return spec.without(TIME).canonical(self.mesh)

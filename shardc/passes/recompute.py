@@ -34,10 +34,22 @@ SAVE = torch.ops.shardc.save_name.default
 
 def recompute(program: Program, options: Options) -> Program:
     policy = options.recompute
-    if policy is None:
+    if policy is None or policy == "auto":  # see the ladder
         return program
     saved = _waists(program) if policy == "full" else _named(program, policy)
-    return _Recomputation(program, saved | kept(program) | set(program.versions)).run()
+    saved |= kept(program) | set(program.versions)
+    dropped = {n for n in _activations(program) if (is_op(n) or is_getitem(n)) and n not in saved}
+    return repeat(program, dropped, {})
+
+
+def repeat(program: Program, dropped: set[fx.Node], twins: Mapping[fx.Node, fx.Node]) -> Program:
+    """The backward computes its own copies of `dropped` nodes of the forward, each just before its first use.
+
+    Args:
+        dropped: operators, steps and their getitems. None of them changes state.
+        twins: nodes of the forward -> nodes of the backward that make the same from state alone: these come early instead.
+    """
+    return _Recomputation(program, dropped, twins).run()
 
 
 def _forward(program: Program) -> list[fx.Node]:
@@ -89,17 +101,18 @@ def _named(program: Program, policy: Mapping[str, list[str]]) -> set[fx.Node]:
 
 
 class _Recomputation(Rewriter):
-    def __init__(self, program: Program, saved: set[fx.Node]) -> None:
+    def __init__(self, program: Program, dropped: set[fx.Node], twins: Mapping[fx.Node, fx.Node]) -> None:
         super().__init__(program)
-        self.saved = saved
+        self.dropped, self.twins = dropped, twins
         self.again: dict[fx.Node, fx.Node] = {}  # forward node -> its copy in the backward
-        self.activations = _activations(program)
 
     def run(self) -> Program:
         draws = {}
         for node in self.old.nodes:
             if node.op == "output":
                 break
+            if node in self.env:  # a twin that was needed early
+                continue
             if node.op == "call_function" and self.old.info[node].phase == Phase.BACKWARD:
                 args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), self.value)
                 self.env[node] = self.call(node.target, args, kwargs, self.old.info[node], node.name)  # type: ignore[arg-type]
@@ -117,14 +130,18 @@ class _Recomputation(Rewriter):
         return tuple(table[n] for n in nodes for table in (self.env, self.again) if n in table)
 
     def value(self, node: fx.Node) -> fx.Node:
-        """What a backward node sees of `node`: itself if it is kept or not an activation, else its copy."""
+        """What a backward node sees of `node`: itself if it is kept, else its copy."""
         stack = [node]
         while stack:
             top = stack[-1]
-            if not self._repeats(top) or top in self.again:
+            if top not in self.dropped or top in self.again:
                 stack.pop()
                 continue
-            todo = [n for n in top.all_input_nodes if self._repeats(n) and n not in self.again]
+            if top in self.twins:
+                self.again[top] = self.early(self.twins[top])
+                stack.pop()
+                continue
+            todo = [n for n in top.all_input_nodes if n in self.dropped and n not in self.again]
             if todo:
                 stack.extend(todo)
                 continue
@@ -134,6 +151,15 @@ class _Recomputation(Rewriter):
             stack.pop()
         return self.again.get(node) or self.env[node]
 
-    def _repeats(self, node: fx.Node) -> bool:
-        mine = node.op == "call_function" and self.old.info[node].phase == Phase.FORWARD and (is_op(node) or is_getitem(node))
-        return mine and node in self.activations and node not in self.saved
+    def early(self, node: fx.Node) -> fx.Node:
+        """A node of the backward, and what it needs, here."""
+        stack = [node]
+        while stack:
+            todo = [n for n in stack[-1].all_input_nodes if n not in self.env]
+            if todo:
+                stack.extend(todo)
+            else:
+                top = stack.pop()
+                if top not in self.env:
+                    self.copy(top)
+        return self.env[node]

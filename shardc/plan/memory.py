@@ -8,16 +8,22 @@ free in order; and temporaries inside CPU kernels, as `shardc.runtime.workspace`
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
-from shardc.instructions import Collective, Compute, Input, Instruction, Out, Transfer, outs_of
+import torch
+
+from shardc.dtypes import short
+from shardc.instructions import Collective, Compute, Input, Instruction, Out, Read, Reg, Transfer, Write, outs_of, uses_of
 from shardc.mesh import Coord, Mesh
 from shardc.plan.alias import Aliases
+from shardc.plan.draw import draw
 from shardc.plan.roles import CATEGORIES, SLOT_CATEGORY, Roles
 from shardc.program import Slot
 from shardc.runtime import dry_run
 from shardc.spec import ShardSpec
+from shardc.tiers import DEVICE
 
 
 @dataclass(frozen=True)
@@ -44,6 +50,26 @@ class PeakAt:
 
 
 @dataclass(frozen=True)
+class Alive:
+    """A storage that is alive at the peak.
+
+    Args:
+        name: the instruction that made it, or the path of state or an input.
+        type: shape on the rank and dtype; "" for what a kernel or a collective holds inside.
+        bytes: of the storage.
+        category: as in `Memory.by_category`.
+        module, line: of what made it.
+    """
+
+    name: str
+    type: str
+    bytes: int
+    category: str
+    module: str
+    line: str
+
+
+@dataclass(frozen=True)
 class Memory:
     """Memory of the worst rank, in bytes.
 
@@ -54,6 +80,7 @@ class Memory:
         timeline: one moment for each instruction, in order.
         start_bytes: alive when the step starts.
         tiers: the most bytes alive on each other tier ("host", "disk"); none of them count in the rest.
+        live: what is alive at the peak, largest first; sums to `peak_bytes`.
     """
 
     peak_bytes: int
@@ -62,6 +89,23 @@ class Memory:
     timeline: tuple[Moment, ...]
     start_bytes: int
     tiers: Mapping[str, int] = field(default_factory=dict)
+    live: tuple[Alive, ...] = ()
+
+    def by_module(self) -> dict[str, int]:
+        """Bytes alive at the peak by the module that made them ("" for none), largest first."""
+        return _summed((a.module, a.bytes) for a in self.live)
+
+    def by_line(self) -> dict[str, int]:
+        """Bytes alive at the peak by the user's source line ("" for state and inputs), largest first."""
+        return _summed((a.line, a.bytes) for a in self.live)
+
+    def plot(self, path: str | Path) -> None:
+        """Draw the bytes alive over the step, stacked by category, as an SVG file.
+
+        Raises:
+            PlanError: a name that does not end in ``.svg``.
+        """
+        draw(self, path)
 
 
 class Sizes:
@@ -119,7 +163,65 @@ def predict_memory(
     named = [name for name in CATEGORIES if name != "staging" or name in run.by_category]
     by_category = {name: run.by_category.get(name, 0) for name in named}
     timeline = tuple(Moment(n, b, at) for (n, b), at in zip(run.timeline, run.categories, strict=True))
-    return Memory(run.peak_bytes, by_category, where, timeline, run.base, run.tiers)
+    alive = _alive(instructions, slots, entry, mesh, aliases, roles, run.peak_at)
+    rest = run.peak_bytes - sum(a.bytes for a in alive)
+    if rest:
+        alive.append(Alive(f"inside {where.op}", "", rest, "other", where.module, where.line))
+    alive.sort(key=lambda a: (-a.bytes, a.name))
+    return Memory(run.peak_bytes, by_category, where, timeline, run.base, run.tiers, tuple(alive))
+
+
+def _alive(
+    instructions: Sequence[Instruction],
+    slots: Mapping[str, Slot],
+    entry: Sequence[str],
+    mesh: Mesh,
+    aliases: Aliases,
+    roles: Roles,
+    peak_at: str,
+) -> list[Alive]:
+    """The storages of state, inputs and registers that are alive while the instruction `peak_at` runs."""
+    sizes = Sizes(mesh)
+    peak = next((k for k, i in enumerate(instructions) if i.name == peak_at), -1)
+    out: dict[str, Alive] = {}
+    for path in entry:
+        slot = slots[path]
+        if slot.tier != DEVICE:
+            continue
+        shape = sizes.shape(slot.storage or ShardSpec.replicated(slot.type.shape))
+        out[path] = Alive(path, _text(slot.type.dtype, shape), sizes.slot_bytes(slot), SLOT_CATEGORY[slot.kind], "", "")
+    last: dict[Reg, int] = {}
+    written: dict[Reg, int] = {}  # what a slot takes lives to the end
+    for k, i in enumerate(instructions):
+        for reg in uses_of(i):
+            last[aliases.root[reg]] = k
+        if isinstance(i, Write) and i.slot not in entry:
+            written[aliases.root[i.src]] = k
+    for k, i in enumerate(instructions):
+        if isinstance(i, Input) and i.out.spec is not None and i.out.dtype is not None:
+            out[i.path] = Alive(i.path, _text(i.out.dtype, sizes.shape(i.out.spec)), sizes.nbytes(i.out), "other", "", "")
+        if k > peak or isinstance(i, (Read, Input)):
+            continue
+        for o in outs_of(i):
+            root = aliases.root[o.reg]
+            lives = max(last.get(root, k), k) >= peak or written.get(root, peak) < peak
+            if root != o.reg or o.tier != DEVICE or o.spec is None or o.dtype is None or not lives or not sizes.nbytes(o):
+                continue
+            name = i.name if len(outs_of(i)) == 1 else f"{i.name}[{outs_of(i).index(o)}]"
+            kind = _text(o.dtype, sizes.shape(o.spec))
+            out[f"%{name}"] = Alive(name, kind, sizes.nbytes(o), roles.category(root), i.module, i.line)
+    return [a for a in out.values() if a.bytes]
+
+
+def _text(dtype: torch.dtype, shape: tuple[int, ...]) -> str:
+    return f"{short(dtype)}[{', '.join(map(str, shape))}]"
+
+
+def _summed(rows: Iterable[tuple[str, int]]) -> dict[str, int]:
+    out: dict[str, int] = {}
+    for key, n in rows:
+        out[key] = out.get(key, 0) + n
+    return dict(sorted(out.items(), key=lambda item: (-item[1], item[0])))
 
 
 def _op(i: Instruction | None) -> str:

@@ -14,6 +14,7 @@ from shardc.errors import PlanError
 from shardc.instructions import Guard, Input, Instruction, Reg, Return, outs_of
 from shardc.mesh import Mesh
 from shardc.ops import INPLACE
+from shardc.options import bytes_of
 from shardc.plan import printing
 from shardc.plan.alias import Aliases
 from shardc.plan.build import instructions_of
@@ -24,6 +25,7 @@ from shardc.plan.memory import Memory, Sizes, predict_memory
 from shardc.plan.replicated import Replicated, find_replicated
 from shardc.plan.roles import Roles
 from shardc.plan.serialize import FORMAT, Decoder, Encoder, decode_mesh, digest, encode_mesh, plain
+from shardc.plan.sizing import Again, formula, largest_batch
 from shardc.plan.timing import Time, predict
 from shardc.plan.uneven import Uneven, find_uneven
 from shardc.program import Program, Slot, TensorType, alike
@@ -45,6 +47,7 @@ class Plan:
         notes: lines for the end of the printout.
         stages: name of a pass -> the program after it (its text, in a plan that was loaded).
         replicated: what is held or computed whole on every rank, by choice or for want of a rule.
+        again: how the step is planned at other sizes, in a plan that `step.lower` returned.
     """
 
     instructions: tuple[Instruction, ...]
@@ -58,6 +61,7 @@ class Plan:
     notes: tuple[str, ...] = ()
     stages: Mapping[str, Program | str] = field(default_factory=dict)
     replicated: tuple[Replicated, ...] = ()
+    again: Again | None = None
 
     # -- predictions -------------------------------------------------------------------------------------------------
 
@@ -103,6 +107,42 @@ class Plan:
         """The axes over which the batch is split."""
         given = self.options.get("batch", ("dp",))
         return (given,) if isinstance(given, str) else tuple(given or ())
+
+    def largest_batch(self, budget: int | str) -> int:
+        """The most rows of the global batch (the same number on each rank that shares it) whose predicted peak fits.
+
+        With ``recompute="auto"`` the plan that needs least memory counts. The step is planned anew at several sizes.
+
+        Args:
+            budget: bytes, or text like ``"80GiB"``.
+
+        Returns:
+            0 if one row a rank does not fit.
+
+        Raises:
+            PlanError: a plan that `step.lower` did not return.
+        """
+        unit = 1
+        for axis in self.batch:
+            unit *= self.mesh.axes[axis]
+        return largest_batch(self._again(), bytes_of(budget, "budget"), unit)
+
+    def peak_formula(self, *sizes: str) -> Any:
+        """The predicted peak as a sympy expression: the maximum of polynomials, exact where ranks share evenly.
+
+        Args:
+            *sizes: what to vary, each a symbol of the expression: "batch" (rows of the global batch), "length" (dim 1 of the
+                inputs), names of mesh axes. The step is planned anew at several sizes of each.
+
+        Raises:
+            PlanError: a plan that `step.lower` did not return; a peak that is no such expression.
+        """
+        return formula(self._again(), self.mesh, sizes or ("batch",))
+
+    def _again(self) -> Again:
+        if self.again is None:
+            raise PlanError("this plan does not know its step at other sizes", hint="plan = step.lower(*args)")
+        return self.again
 
     @cached_property
     def uneven(self) -> tuple[Uneven, ...]:

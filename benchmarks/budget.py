@@ -1,0 +1,106 @@
+"""Memory budgets from the peak without recomputation down to the floor, planned and measured on gloo ranks.
+
+    python benchmarks/budget.py                                # all models, zero 3, 10 budgets, 2 ranks
+    python benchmarks/budget.py --models gpt --budgets 5
+
+For each budget: the predicted peak, what torch's profiler measured within a step, and the predicted time. Exit code 1 where a
+measured peak is above its budget, or a smaller budget is predicted to be faster. Models are randomly initialised.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import warnings
+from typing import Any
+
+import memory as bench
+import torch
+
+import shardc
+from shardc.passes.ladder import Ladder
+from shardc.program import Program
+from shardc.testing import run_ranks
+from shardc.testing.allocations import step_memory
+
+
+def models() -> dict[str, bench.Model]:
+    import transformers as t
+
+    text: dict[str, Any] = {"vocab_size": 200, "use_cache": False}
+    gpt = t.GPT2Config(**text, n_positions=64, n_embd=48, n_layer=12, n_head=4, bos_token_id=0, eos_token_id=1)
+    t5 = t.T5Config(**text, d_model=48, d_kv=12, d_ff=128, num_layers=3, num_heads=4, decoder_start_token_id=0)
+    mamba = t.MambaConfig(**text, hidden_size=32, state_size=4, num_hidden_layers=3, use_mambapy=False)
+    resnet = t.ResNetConfig(embedding_size=8, hidden_sizes=[16, 32, 48, 64], depths=[3, 4, 6, 3], num_labels=5)
+
+    def tokens() -> bench.Batch:
+        return bench.tokens(8, 48, 200)
+
+    return {
+        "gpt": (lambda: t.GPT2LMHeadModel(gpt), tokens, bench.text_loss),
+        "resnet50": (lambda: t.ResNetForImageClassification(resnet), bench.images, bench.image_loss),
+        "t5": (lambda: t.T5ForConditionalGeneration(t5), tokens, bench.reversal_loss),
+        "mamba": (lambda: t.MambaForCausalLM(mamba), lambda: bench.tokens(8, 12, 200), bench.text_loss),
+    }
+
+
+def objects(name: str) -> tuple[torch.nn.Module, torch.optim.Optimizer, bench.Batch, Any]:
+    warnings.simplefilter("ignore")  # of the model library
+    make, batch, loss_of = models()[name]
+    torch.manual_seed(0)
+    model = make()
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-3), batch(), bench.train_step(False, loss_of)
+
+
+def ladder(name: str, zero: int, ranks: int) -> Ladder:
+    model, optimizer, batch, train = objects(name)
+    step = shardc.compile(train, mesh=shardc.Mesh(dp=ranks, simulated=True), zero=zero)
+    program = step.lower(model, optimizer, *batch).stages["accumulate"]
+    assert isinstance(program, Program)
+    return Ladder.of(program, True)
+
+
+def measured(name: str, zero: int, budgets: list[int]) -> list[tuple[int, int, float]]:
+    """On this rank, for each budget: predicted peak, measured peak, predicted seconds."""
+    out = []
+    for budget in budgets:
+        model, optimizer, batch, train = objects(name)
+        index, size = bench._rank()
+        mine = tuple(t.tensor_split(size)[index].clone() for t in batch)
+        step = shardc.compile(train, zero=zero, memory_budget=budget)
+        for _ in range(2):
+            step(model, optimizer, *mine)
+        seen = step_memory(step, model, optimizer, *mine)
+        out.append((step.plan.memory.peak_bytes, seen.peak, step.plan.time.predicted_s))
+    return out
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", default="gpt,resnet50,t5,mamba")
+    parser.add_argument("--zero", type=int, default=3)
+    parser.add_argument("--budgets", type=int, default=10)
+    parser.add_argument("--ranks", type=int, default=2)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    bad = 0
+    print("model      share       budget    predicted     measured  measured/budget  predicted time")
+    for name in options.models.split(","):
+        rungs = ladder(name, options.zero, options.ranks).rungs
+        top, floor = rungs[0].peak, rungs[-1].peak
+        shares = [1 - k / options.budgets for k in range(options.budgets + 1)]
+        budgets = [int(floor + (top - floor) * s) for s in shares]
+        found = run_ranks(options.ranks, measured, name, options.zero, budgets, timeout=3600)
+        before = 0.0
+        for k, (share, budget) in enumerate(zip(shares, budgets, strict=True)):
+            predicted, _, time = found[0][k]
+            seen = max(ranks[k][1] for ranks in found)
+            bad += seen > budget or time < before * (1 - 1e-12)
+            before = time
+            row = f"{name:9} {share:6.0%} {budget:12,} {predicted:12,} {seen:12,} {seen / budget:16.4f}"
+            print(f"{row} {time / rungs[0].seconds:15.4f}", flush=True)
+    return int(bad > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,181 @@
+"""The frontier of memory and time: choices of what to repeat, from nothing to as much as lowers the peak, whatever the budget.
+
+For a row of targets between the peak without repetition and the lowest that can be reached, each moment above the target has to
+lose bytes; the regions whose values are dormant at that moment can give them up, each in steps of rising seconds a byte.
+Moments are served from the innermost out (fewest regions to choose from), the cheapest step first, which is optimal for nested
+moments up to one step; what turns out superfluous is taken back. Longer regions (several neighbours as one, fewer kept borders)
+compete with short ones. All candidates are judged by `Problem.judge`; those that no other beats in both are the frontier.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from shardc.passes.regions import Forward, Region, Trade
+from shardc.passes.tradeoff import Choice, Point, Problem
+
+TARGETS = 24
+"""Targets between the highest and the lowest peak."""
+
+MERGED = (1, 2, 3, 4, 6, 8)
+"""How many neighbouring regions are taken as one."""
+
+FEW = 6
+"""Where there are fewer regions, wider borders are tried too."""
+
+EVEN = (3, 5, 8, 12)
+"""Also so many regions of equal size, wherever their borders are."""
+
+SMALL = 64
+"""Problems with at most so many instructions to choose from are improved by changing one or two at a time."""
+
+JUDGED = 4000
+"""So many choices of a small problem are looked at."""
+
+
+@dataclass(frozen=True)
+class _Offer:
+    """A region, its trades, and the moments (a slice of the instructions) in which what it drops is dormant."""
+
+    trades: list[Trade]
+    begin: int
+    end: int
+
+
+def frontier(problem: Problem) -> list[Point]:
+    """Points by rising seconds and falling peak; the first repeats nothing."""
+    none = problem.judge(frozenset())
+    forward = Forward(problem)
+    if not forward.steps:
+        return [none]
+    borders = forward.borders()
+    points = [none]
+    known: dict[object, tuple[Region, list[Trade]]] = {}
+    cuts = [borders[::g] for g in MERGED if g == 1 or g < 2 * len(borders)]
+    if len(borders) < FEW:  # no narrow borders: try wide ones
+        cuts += [forward.borders(1), [0], *(forward.even(k) for k in EVEN)]
+    seen: set[Choice] = set()
+    for some in cuts:
+        offers = _offers(problem, forward, some, known)
+        for target in _targets(problem, offers, none.peak):
+            choice = _meet(problem, offers, target)
+            if choice is None or choice in seen:
+                continue
+            seen.add(choice)
+            points.append(problem.judge(choice))
+    points = pareto(points)
+    movable = [k for k, s in enumerate(problem.steps) if s.movable and any(problem.nbytes.get(r) for r in s.makes)]
+    return _improved(problem, points, movable) if len(movable) <= SMALL else points
+
+
+def pareto(points: Sequence[Point]) -> list[Point]:
+    """Those that no other beats: seconds rise strictly, peaks fall strictly."""
+    out: list[Point] = []
+    for p in sorted(points, key=lambda p: (p.seconds, p.peak, len(p.choice))):
+        if not out or p.peak < out[-1].peak:
+            out.append(p)
+    return out
+
+
+def _offers(
+    problem: Problem, forward: Forward, borders: Sequence[int], known: dict[object, tuple[Region, list[Trade]]]
+) -> list[_Offer]:
+    anchors = forward.anchors(borders)
+    readers: dict[int, int] = {}  # storage -> first late instruction that reads it
+    for k, s in enumerate(problem.steps):
+        if s.late:
+            for r in s.reads:
+                readers.setdefault(problem.root[r], k)
+    out = []
+    for lo, hi in zip(borders, [*borders[1:], len(forward.steps)], strict=True):
+        region = Region(forward, lo, hi, anchors)
+        if not region.steps:
+            continue
+        key = region.key()
+        if key not in known:
+            known[key] = region, region.trades()
+        first, trades = known[key]
+        if len(trades) < 2:
+            continue
+        mine = [region.same(first, t) for t in trades]
+        dropped = {r for t in mine for k in t.drop for r in problem.steps[k].makes}
+        until = min((readers[problem.root[r]] for r in dropped if problem.root[r] in readers), default=0)
+        out.append(_Offer(mine, forward.steps[hi - 1] + 1, until))
+    return [o for o in out if o.begin < o.end]
+
+
+def _levels(problem: Problem, offers: Sequence[_Offer]) -> list[tuple[int, list[int]]]:
+    """(highest level, offers that can lower it) for each set of offers, smallest sets first."""
+    highest: dict[tuple[int, ...], int] = {}
+    edges = sorted({0, len(problem.level), *(o.begin for o in offers), *(o.end for o in offers)})
+    for lo, hi in zip(edges, edges[1:], strict=False):
+        active = tuple(i for i, o in enumerate(offers) if o.begin <= lo and hi <= o.end)
+        if hi > lo:
+            highest[active] = max(highest.get(active, 0), int(problem.level[lo:hi].max()))
+    return [(level, list(active)) for active, level in sorted(highest.items(), key=lambda item: len(item[0]))]
+
+
+def _targets(problem: Problem, offers: Sequence[_Offer], top: int) -> list[int]:
+    lowest = max(
+        (level - sum(offers[i].trades[-1].freed for i in active) for level, active in _levels(problem, offers)), default=top
+    )
+    return [int(t) for t in np.linspace(top, lowest, TARGETS + 1)[1:]]
+
+
+def _meet(problem: Problem, offers: Sequence[_Offer], target: int) -> Choice | None:
+    """The cheapest choice found that brings every moment to the target; None where that cannot be."""
+    taken = [0] * len(offers)
+    levels = _levels(problem, offers)
+
+    def over(level: int, active: Sequence[int]) -> int:
+        return level - sum(offers[i].trades[taken[i]].freed for i in active) - target
+
+    for level, active in levels:
+        missing = over(level, active)
+        while missing > 0:
+            best: tuple[float, int] | None = None
+            for i in active:
+                trades, at = offers[i].trades, taken[i]
+                if at + 1 < len(trades):
+                    more = trades[at + 1].freed - trades[at].freed
+                    price = (trades[at + 1].seconds - trades[at].seconds) / more
+                    if best is None or (price, i) < best:
+                        best = price, i
+            if best is None:
+                return None
+            i = best[1]
+            missing -= offers[i].trades[taken[i] + 1].freed - offers[i].trades[taken[i]].freed
+            taken[i] += 1
+    fits: Callable[[], bool] = lambda: all(over(level, active) <= 0 for level, active in levels)  # noqa: E731
+    for i in sorted(range(len(offers)), key=lambda i: -offers[i].trades[taken[i]].seconds):
+        while taken[i]:
+            taken[i] -= 1
+            if not fits():
+                taken[i] += 1
+                break
+    return frozenset().union(*(o.trades[t].drop for o, t in zip(offers, taken, strict=True)))
+
+
+def _improved(problem: Problem, points: Sequence[Point], movable: Sequence[int]) -> list[Point]:
+    """Points that differ in one instruction, or in two where one is not enough, as long as the frontier grows."""
+    front, seen = list(points), {p.choice for p in points}
+    one: list[frozenset[int]] = [frozenset((k,)) for k in movable]
+    two = [a | b for a, b in itertools.combinations(one, 2)]
+    tried: set[tuple[Choice, int]] = set()
+    while len(seen) < JUDGED:
+        moves, p = next(((m, p) for m in (one, two) for p in front if (p.choice, len(m)) not in tried), (None, front[0]))
+        if moves is None:
+            break
+        tried.add((p.choice, len(moves)))
+        more = []
+        for move in moves[: JUDGED - len(seen)]:
+            choice = p.choice ^ move
+            if choice not in seen:
+                seen.add(choice)
+                more.append(problem.judge(choice))
+        front = pareto([*front, *more])
+    return front
