@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardc import P
+from shardc import P, constrain
 from shardc.testing import check
 
 Step = Callable[..., Any]
@@ -105,3 +105,39 @@ def test_rows_repeated_by_a_tensor_of_counts() -> None:
         return train(model, optimizer, rows, y)
 
     check(step, state(lambda: nn.Linear(5, 3)), batches((3, 5), (4, 3)), mesh={"dp": 2}, zero=3)
+
+
+def squared(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> Tensor:
+    optimizer.zero_grad()
+    loss: Tensor = model(x).square().sum()
+    loss.backward()
+    optimizer.step()
+    return loss
+
+
+class Flat(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(2, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = constrain(x * self.w, P("cp", ("dp", "tp")))
+        return y * torch.arange(4).view(2, 2)
+
+
+def test_views_of_parts_that_are_empty_on_some_ranks() -> None:
+    """Two columns over four ranks: what a rank without elements would hold of each dim of a view is open."""
+    check(squared, state(Flat), batches((2, 2)), mesh={"dp": 2, "tp": 2, "cp": 2}, inputs={"x": P("dp")})
+
+
+class Table(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(7, 4, 7))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.embedding(torch.tensor([2, 3, 5, 5, 27]), (x * self.w).flatten(0, 1)).tanh()
+
+
+def test_a_table_whose_parts_are_no_runs_of_rows_is_gathered() -> None:
+    check(squared, state(Table), batches((7, 4, 7)), mesh={"dp": 3}, inputs={"x": P(None, "dp", None)})

@@ -15,7 +15,7 @@ from shardc.passes.graphs import typed
 from shardc.program import Program
 from shardc.reshard import reshard
 from shardc.rules import rule_for
-from shardc.rules.rule import WHOLE, Factors, Rule
+from shardc.rules.rule import WHOLE, Factors, Rule, Start
 from shardc.spec import Dim, Factor, ShardSpec, canonical_dim, dim_axes, join_dims, split_dim
 
 
@@ -51,6 +51,7 @@ def choose(
         split_unevenly: whether a dim that is cut inside its elements may move its borders; else it is gathered.
     """
     weight: dict[tuple[str, Dim], tuple[bool, int]] = {}
+    runs = in_runs(rule)
     for k, (spec, factors) in enumerate(zip(specs, rule.operands, strict=True)):
         if not spec.axes:
             continue
@@ -62,6 +63,8 @@ def choose(
             if parts is None and split_unevenly:
                 parts = uneven(dim, names, rule, mesh)
             for name, part in zip(names, parts or (), strict=False):
+                if name in runs and any(f.axes for f in part[1:]):
+                    continue
                 if dim_axes(part) and rule.kind(name) != WHOLE:
                     key = (name, canonical_dim(part, mesh))
                     by_user, sum_ = weight.get(key, (False, 0))
@@ -77,6 +80,17 @@ def choose(
             split[name] = left
             used |= set(dim_axes(left))
     return split, ", ".join(f"factor {name} over {','.join(dim_axes(dim))}" for name, dim in split.items())
+
+
+def in_runs(rule: Rule) -> set[str]:
+    """The factors of dims of which an operator is told where a rank's part begins: it has to be one run of elements."""
+    out: set[str] = set()
+    for how in rule.sized.values():
+        for start in how if isinstance(how, tuple) else (how,):
+            if isinstance(start, Start):
+                tensors = rule.results if start.of_result else rule.operands
+                out.update((tensors[start.tensor] or ())[start.dim])
+    return out
 
 
 def uneven(dim: Dim, names: Sequence[str], rule: Rule, mesh: Mesh) -> tuple[Dim, ...]:
@@ -123,6 +137,7 @@ def split_of_result(rule: Rule, spec: ShardSpec, mesh: Mesh) -> dict[str, Dim] |
     factors = rule.results[0]
     assert factors is not None
     split: dict[str, Dim] = {}
+    runs = in_runs(rule)
     for dim, names in zip(spec.dims, factors, strict=True):
         if not dim_axes(dim):
             continue
@@ -131,7 +146,7 @@ def split_of_result(rule: Rule, spec: ShardSpec, mesh: Mesh) -> dict[str, Dim] |
             return None
         for name, part in zip(names, parts, strict=True):
             if dim_axes(part):
-                if rule.kind(name) == WHOLE:
+                if rule.kind(name) == WHOLE or name in runs and any(f.axes for f in part[1:]):
                     return None
                 split[name] = part
     return split

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import fx
 
 from shardc.errors import VerifyError
+from shardc.mesh import Mesh
 from shardc.passes.factors import choose, made_factors, required, result_specs, rule_of
 from shardc.passes.graphs import STEPS, is_op, is_random, operands, reshard
 from shardc.program import Program
@@ -59,6 +60,17 @@ def verify(program: Program, stage: str) -> None:
 def _need(program: Program, node: fx.Node, stage: str, ok: bool, what: str) -> None:
     if not ok:
         raise VerifyError(f"after {stage}: %{node.name} {what}\n  {program.line_of(node)}", where=program.info[node].where)
+
+
+def _alike(a: ShardSpec | None, b: ShardSpec | None, mesh: Mesh) -> bool:
+    """Whether each rank holds the same elements: where it holds none, dims may be cut in other places."""
+    if a is None or b is None or a.partial != b.partial:
+        return False
+    for coord in mesh.coords():
+        empty = [0 in s.local_shape(mesh, coord) for s in (a, b)]
+        if empty[0] is not empty[1] or not empty[0] and a.indices(mesh, coord) != b.indices(mesh, coord):
+            return False
+    return True
 
 
 def _tiers(program: Program, node: fx.Node, stage: str) -> None:
@@ -119,7 +131,7 @@ def _operator(program: Program, node: fx.Node, stage: str) -> None:
         want = required(factors, rule, split, mesh)
         _need(program, node, stage, spec.with_partial(()) == want, f"has an operand in {spec}, its rule {rule} wants {want}")
     want_results = result_specs(rule, split, pending, mesh)
-    same = all(a == b for a, b in zip(got, want_results, strict=True))
+    same = all(a == b or _alike(a, b, mesh) for a, b in zip(got, want_results, strict=True))
     _need(
         program,
         node,
