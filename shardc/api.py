@@ -356,6 +356,7 @@ class CompiledStep:
         saved.check_fits(final.slots, {p: final.type(n) for p, n in final.inputs.items()}, mesh)
         reason = saved.mismatch(final)
         if reason is None:
+            saved.check_budget(self.options.memory_budget)
             return saved
         final.notes.append(f"not from {self.options.plan}, which is of another variant: {reason}")
         return self._built(program, stages)

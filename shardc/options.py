@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -70,6 +71,8 @@ class Options:
             values["batch"] = _batch(values["batch"])
         elif "mesh" in values and "dp" not in values["mesh"].axes:
             values["batch"] = ()
+        if isinstance(values.get("plan"), os.PathLike):
+            values["plan"] = os.fspath(values["plan"])
         if values.get("memory_budget") is not None:
             values["memory_budget"] = bytes_of(values["memory_budget"], "memory_budget")
             values.setdefault("recompute", "auto")  # left open

@@ -40,6 +40,24 @@ def ladder() -> Ladder:
     return Ladder.of(program, True)
 
 
+def test_a_saved_plan_keeps_the_budget_or_is_refused(tmp_path: Path) -> None:
+    model, optimizer = state(width=8, layers=1)
+    step = shardc.compile(train, mesh=shardc.Mesh(dp=2, simulated=True), zero=3)
+    step(model, optimizer, tokens(4, 8))
+    plan = step.lower(model, optimizer, tokens(4, 8))
+    plan.save(tmp_path / "plan.json")
+    for over in (0, 1):
+        fresh = shardc.compile(
+            train, mesh=shardc.Mesh(dp=2, simulated=True), zero=3, plan=tmp_path / "plan.json",
+            memory_budget=plan.memory.peak_bytes - over,
+        )  # fmt: skip
+        if not over:
+            fresh(model, optimizer, tokens(4, 8))
+            continue
+        with pytest.raises(PlanError, match=f"needs {plan.memory.peak_bytes:,} bytes, memory_budget is"):
+            fresh(model, optimizer, tokens(4, 8))
+
+
 def test_rungs_are_what_the_whole_plans_are() -> None:
     rungs = ladder().rungs
     assert len(rungs) > 5 and rungs[-1].point.peak < 0.5 * rungs[0].point.peak

@@ -307,6 +307,18 @@ class Plan:
                     where=path, hint=f"compile with the options of the plan: {self._own_options()}",
                 )  # fmt: skip
 
+    def check_budget(self, budget: int | None) -> None:
+        """Whether the plan keeps a memory budget, in bytes.
+
+        Raises:
+            PlanError: it does not; names both numbers and where the plan's peak is.
+        """
+        if budget is not None and self.memory.peak_bytes > budget:
+            raise PlanError(
+                f"this plan needs {self.memory.peak_bytes:,} bytes, memory_budget is {budget:,}",
+                where=str(self.memory.peak_at), hint="leave plan= out, so that one that fits is sought",
+            )  # fmt: skip
+
     def _own_options(self) -> str:
         given = {k: v for k, v in self.options.items() if v not in (None, {}, []) and k != "mesh"}
         return ", ".join(f"{k}={v!r}" for k, v in given.items()) or "none are recorded"
