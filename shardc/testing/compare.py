@@ -52,7 +52,7 @@ class Rounded:
     own: float
 
     def __str__(self) -> str:
-        return f"{self.path} after step {self.step}: differs by {self.difference:.1e}, the oracle from itself by {self.own:.1e}"
+        return f"{self.path} after step {self.step}: differs by {self.difference:.1e}, rounding alone by {self.own:.1e}"
 
 
 @dataclass
@@ -111,9 +111,12 @@ class Tally:
         gap, scale = distance(got, want), magnitude(want)
         # what a model keeps in a narrow type rounds there
         rtol = max(self.rtol, EPSILONS * torch.finfo(want.dtype).eps) if self.rtol else 0.0
-        if gap <= rtol * scale or rtol and gap <= self.floor:
-            if gap <= rtol * scale and scale and gap / scale > self.worst:
+        if gap <= rtol * scale:
+            if scale and gap / scale > self.worst:
                 self.worst, self.worst_path = gap / scale, path
+            return
+        if rtol and gap <= self.floor:
+            yield Rounded(index, path, gap, self.floor / ROUNDING)
             return
         own = 0.0
         for run in self.oracle.others() if self.rtol else ():
