@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-import dataclasses
 import functools
 import inspect
 import os
@@ -17,6 +16,7 @@ from typing import Any
 import torch
 
 from shardc import passes
+from shardc.arguments import device_kind, has_state, static_values, tier_now
 from shardc.capture import OVERFLOW, Captured, InputsChanged, Scaled, SlotRef, World, capture, observe
 from shardc.checkpoint.restore import Loading
 from shardc.checkpoint.steps import Checkpoints
@@ -29,12 +29,11 @@ from shardc.options import Options
 from shardc.plan import Plan, build
 from shardc.program import Program, TensorType
 from shardc.runtime.disk import disk_note
-from shardc.runtime.state import Watch, own_part
-from shardc.runtime.tiers import tier_of
+from shardc.runtime.state import Watch
 from shardc.runtime.whole import full_state_dict
 from shardc.runtime.world import setup
 from shardc.sizes import Sizes
-from shardc.tiers import DEVICE, DISK, Offload
+from shardc.tiers import DISK, Offload
 from shardc.variants import StepStats, Variant, Variants, same_key
 
 DryRun = Callable[["CompiledStep", tuple[Any, ...], dict[str, Any]], None]
@@ -173,7 +172,7 @@ class CompiledStep:
                 loading.prepare(world.arguments, self.fn, host.ranks)
                 self._kept |= loading.kept
                 world = self._observe(args, kwargs)
-        call = host.meet(world, self.options, self._signature(world), lambda: _static(world))
+        call = host.meet(world, self.options, self._signature(world), lambda: static_values(world))
         known: list[Any] = []  # decisions of this call, as far as they are known
         failed: Guard | None = None
         while True:
@@ -190,7 +189,7 @@ class CompiledStep:
                 self._fill(loading, world, host)
                 loading, known = None, []  # what was decided on the values before does not count
             slots = {re.split(r"[.\[]", path, maxsplit=1)[0] for path in world.slots}  # EMA lists, trainers that hold the model
-            self._arguments = {name: value for name, value in world.arguments.items() if name in slots or _has_state(value)}
+            self._arguments = {name: value for name, value in world.arguments.items() if name in slots or has_state(value)}
             done, streams = self._run(variant, world, call, host, len(known))
             if done.failed is None:
                 break
@@ -269,7 +268,7 @@ class CompiledStep:
         if isinstance(error, InputsChanged) or own == call.types:
             return
         try:
-            capture(self.fn, args, kwargs, world, own, _device(self.options.mesh), precision=self.options.precision)
+            capture(self.fn, args, kwargs, world, own, device_kind(self.options.mesh), precision=self.options.precision)
         except InputsChanged as found:
             raise found from error
         except Exception:  # of any kind: the first error tells
@@ -339,14 +338,14 @@ class CompiledStep:
             )
         decide = decider(host, world, call, Streams(self.options, self._seed or 0, self.step), self._built)
         mesh, precision = self.options.mesh, self.options.precision
-        captured = capture(self.fn, args, kwargs, world, call.types, _device(mesh), decide, known, precision)
+        captured = capture(self.fn, args, kwargs, world, call.types, device_kind(mesh), decide, known, precision)
         plan = self._planned(captured, self.options.mesh, world)
         variant = Variant(f"{self.__name__}#{len(self.variants)}", reason, plan, captured, world.summary(), call.types)
         variant.executors = host.executors(plan)
         return variant
 
     def _planned(self, captured: Captured, mesh: Mesh, world: World) -> Plan:
-        slots = {path: replace(slot, tier=_tier(world, path)) for path, slot in captured.program.slots.items()}
+        slots = {path: replace(slot, tier=tier_now(world, path)) for path, slot in captured.program.slots.items()}
         program = replace(captured.program, mesh=mesh, slots=slots)
         if self.options.plan is None:
             return self._built(program)
@@ -394,14 +393,14 @@ class CompiledStep:
         precision = self.options.precision
         decide = dry(world, Streams(self.options, seed, self.step))
         try:
-            captured = capture(self.fn, args, kwargs, world, types, _device(mesh), decide, precision=precision)
+            captured = capture(self.fn, args, kwargs, world, types, device_kind(mesh), decide, precision=precision)
         except InputsChanged as found:
             return self._keep(found).lower(*args, **kwargs)
         with captured.effects.pretended(world, captured.program.slots):
             steady = self._observe(args, kwargs)
             later = not same_key(steady, world)
             if later and all(guard.line == OVERFLOW for guard in captured.program.guards):
-                captured = capture(self.fn, args, kwargs, steady, types, _device(mesh), decide, precision=precision)
+                captured = capture(self.fn, args, kwargs, steady, types, device_kind(mesh), decide, precision=precision)
             elif later:
                 captured.program.notes.append("of a first call: what later ones decide depends on the state that it leaves")
         self._plan = self._planned(captured, mesh, world)
@@ -439,30 +438,3 @@ class CompiledStep:
         return (
             f"<shardc step {self.__name__}: mesh {self.options.mesh}, zero {self.options.zero}, {len(self.variants)} variants>"
         )
-
-
-def _tier(world: World, path: str) -> str:
-    """Where a slot rests now: another step may have put it there."""
-    ref = world.slots.get(path)
-    return tier_of(own_part(ref.get())) if ref is not None else DEVICE
-
-
-def _device(mesh: Mesh) -> str:
-    """Kind of device that a program for `mesh` runs on."""
-    return torch.device(mesh.device or ("cuda" if torch.cuda.is_available() else "cpu")).type
-
-
-def _static(world: World) -> str:
-    """The static values of a call, a line each."""
-    return "\n".join(f"{path}: {value}" for path, value in world.signature.items() if path not in world.inputs)
-
-
-def _has_state(value: object) -> bool:
-    """Whether an argument is, or holds, an object with a `state_dict`; batches are not kept beyond their call."""
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return any(_has_state(getattr(value, f.name)) for f in dataclasses.fields(value))
-    if isinstance(value, dict):
-        return any(map(_has_state, value.values()))
-    if isinstance(value, (list, tuple, set)):
-        return any(map(_has_state, value))
-    return hasattr(value, "state_dict")

@@ -205,6 +205,11 @@ def written() -> Iterator[Sample]:
     yield call(aten.eye.m, 3, 4)
     yield call(aten.tril_indices.default, 3, 4)
     yield call(aten.triu_indices.default, 3, 4)
+    for name in ("hann", "hamming", "blackman", "bartlett", "kaiser"):
+        yield call(getattr(aten, f"{name}_window").default, 5)
+        yield call(getattr(aten, f"{name}_window").periodic, 5, True)
+    yield call(aten._is_any_true.default, x > 0)
+    yield call(aten._is_all_true.default, x > 0)
     # elementwise with arguments of their own
     yield call(aten._to_copy.default, x, dtype=torch.float32)
     yield call(aten._to_copy.default, ints(4, 3, dtype=torch.float32), dtype=torch.float64)

@@ -19,7 +19,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from shardc import _torch
 from shardc.dtypes import identity
 from shardc.errors import InputError, RuntimeFailure, ShardcError, StateError
 from shardc.instructions import (
@@ -40,8 +39,7 @@ from shardc.instructions import (
     uses_of,
 )
 from shardc.mesh import Coord, Mesh
-from shardc.program import alike
-from shardc.runtime import kernels
+from shardc.runtime import called, kernels
 from shardc.runtime.accounting import MemoryProfile, Stats
 from shardc.runtime.comm import Move, Request, Wait
 from shardc.runtime.liveness import Liveness
@@ -123,7 +121,7 @@ class Executor:
         self.moves: dict[Any, Move] = {}
         self.comm_bytes = self.collectives = 0
         self.constants: dict[str, Any] = {
-            "check": _check, "write": _write, "apart": _apart, "filled": _filled, "Wait": Wait,
+            "check": called.check, "write": called.write, "apart": called.apart, "filled": called.filled, "Wait": Wait,
             "mesh": mesh, "coord": self.coord, "ragged": self.ragged, "device": self.device,
             "tiers": tiers or Tiers(rank=self.rank), "host": torch.device("meta" if self.device.type == "meta" else "cpu"),
         }  # fmt: skip
@@ -178,7 +176,7 @@ class Executor:
         try:
             results, numbers = yield from function(slots, inputs, stream, written, touched, measure, trusted)
             done = True
-        except _Differs as differs:
+        except called.Differs as differs:
             done = True
             traceback.clear_frames(differs.__traceback__)
             self.measured = function if measured else self.measured  # the measured run is still to come
@@ -425,54 +423,3 @@ class Executor:
 
 def _freed(registers: Sequence[int]) -> list[str]:
     return [f"del {', '.join(f'r{r}' for r in registers)}"] if registers else []
-
-
-# -- what the generated function calls -------------------------------------------------------------------------------------
-
-
-def _filled(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, value: float | int | bool | None) -> Tensor:
-    if value is None:
-        return torch.empty(shape, dtype=dtype, device=device)
-    return torch.full(shape, value, dtype=dtype, device=device)
-
-
-class _Differs(Exception):
-    """A guard does not hold."""
-
-    def __init__(self, guard: Guard, value: Any) -> None:
-        super().__init__(guard.name)
-        self.guard, self.value = guard, value
-
-
-def _check(guard: Guard, value: Any, trusted: int) -> None:
-    if guard.index >= trusted and not alike(value, guard.expected):
-        raise _Differs(guard, value)
-
-
-def _apart(storage: Tensor, value: Tensor, other: Tensor) -> Tensor:
-    """`other`, moved off the storage of a slot that is about to be overwritten with `value`."""
-    used = _torch.storage_id(storage)
-    return other.clone() if _torch.storage_id(other) == used != _torch.storage_id(value) else other
-
-
-def _write(slots: Mapping[str, Tensor], written: dict[str, Tensor], slot: str, value: Tensor, taken: bool) -> None:
-    """The slot takes the value: in its own storage if it has one; else the tensor itself, unless something else may hold
-    its storage or it is a part of a larger one."""
-    storage = written.get(slot, slots.get(slot))
-    if storage is None:
-        whole = value.untyped_storage().nbytes() == value.numel() * value.dtype.itemsize
-        written[slot] = value if whole and not taken else value.clone()
-        return
-    written[slot] = storage
-    if storage is value:
-        return
-    if storage.shape != value.shape or storage.dtype != value.dtype:
-        raise StateError(
-            f"{slot} rests as {describe(storage)}, the step gives {describe(value)}",
-            where=slot, hint="a state tensor that was replaced between two steps",
-        )  # fmt: skip
-    if _torch.storage_id(storage) == _torch.storage_id(value):
-        if storage.storage_offset() == value.storage_offset() and storage.stride() == value.stride():
-            return
-        value = value.clone()  # another view of the same memory
-    storage.copy_(value)
