@@ -27,6 +27,7 @@ from shardc.instructions import Guard
 from shardc.mesh import Mesh
 from shardc.options import Options
 from shardc.plan import Plan, build
+from shardc.plan.garbage import rarely_collected
 from shardc.program import Program, TensorType
 from shardc.runtime.disk import disk_note
 from shardc.runtime.state import Watch
@@ -323,6 +324,7 @@ class CompiledStep:
     def _observe(self, args: Any, kwargs: Any) -> World:
         return observe(self.fn, args, kwargs, {path for v in self.variants for path in v.captured.carried}, self._kept)
 
+    @rarely_collected()
     def _compile(
         self, args: Any, kwargs: Any, world: World, call: Call, host: Host, known: list[Any], failed: Guard | None
     ) -> Variant:
@@ -370,6 +372,7 @@ class CompiledStep:
 
     # -- planning --------------------------------------------------------------------------------------------------
 
+    @rarely_collected()
     def lower(self, *args: Any, **kwargs: Any) -> Plan:
         """The plan of a call, without running it: no process group, no devices; works on meta tensors.
 

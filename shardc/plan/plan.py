@@ -21,6 +21,7 @@ from shardc.plan.build import instructions_of
 from shardc.plan.communication import Communication, tally
 from shardc.plan.diff import difference
 from shardc.plan.explain import explain
+from shardc.plan.garbage import rarely_collected
 from shardc.plan.memory import Memory, Sizes, predict_memory
 from shardc.plan.replicated import Replicated, find_replicated
 from shardc.plan.roles import Roles
@@ -81,7 +82,8 @@ class Plan:
     @cached_property
     def memory(self) -> Memory:
         """Predicted memory of the worst rank."""
-        return predict_memory(self.instructions, self.slots, self.entry, self.mesh, self.aliases, self.roles)
+        with rarely_collected():
+            return predict_memory(self.instructions, self.slots, self.entry, self.mesh, self.aliases, self.roles)
 
     @cached_property
     def _timing(self) -> tuple[Time, dict[str, float]]:
