@@ -266,7 +266,7 @@ class CompiledStep:
             InputsChanged: it is.
         """
         own = {path: TensorType.of(t) for path, t in world.inputs.items()}
-        if isinstance(error, InputsChanged) or own == call.types:
+        if isinstance(error, (InputsChanged, PlaceFirst)) or own == call.types:
             return
         try:
             capture(self.fn, args, kwargs, world, own, device_kind(self.options.mesh), precision=self.options.precision)
