@@ -68,6 +68,35 @@ def test_rungs_are_what_the_whole_plans_are() -> None:
         assert a.seconds < b.seconds and a.point.peak > b.point.peak
 
 
+class Scores(nn.Module):
+    """Its backward reads transposed views of values of the forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for a, b in zip(self.layers[::2], self.layers[1::2], strict=True):
+            x = x + (a(x).tanh() @ b(x).tanh().mT).softmax(-1) @ x
+        return x
+
+
+def test_a_repeated_value_is_not_kept_for_views_that_the_backward_makes() -> None:
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> None:
+        model(x).square().mean().backward()
+        optimizer.step()
+
+    model = Scores()
+    lowered = shardc.compile(step, mesh=shardc.Mesh(dp=1, simulated=True)).lower(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), torch.randn(8, 64, 16)
+    )
+    program = lowered.stages["accumulate"]
+    assert not isinstance(program, str)
+    rungs = Ladder.of(program, True).rungs
+    assert rungs[-1].point.peak < 0.6 * rungs[0].point.peak
+    assert all(rung.peak == rung.point.peak for rung in rungs[::4])
+
+
 def test_a_budget_is_held_and_a_larger_one_is_never_slower() -> None:
     first, last = ladder().rungs[0], ladder().rungs[-1]
     before = 0.0

@@ -4,7 +4,8 @@ For a row of targets between the peak without repetition and the lowest that can
 lose bytes; the regions whose values are dormant at that moment can give them up, each in steps of rising seconds a byte.
 Moments are served from the innermost out (fewest regions to choose from), the cheapest step first, which is optimal for nested
 moments up to one step; what turns out superfluous is taken back. Longer regions (several neighbours as one, fewer kept borders)
-compete with short ones. All candidates are judged by `Problem.judge`; those that no other beats in both are the frontier.
+compete with short ones. For each target `Problem.judge` looks at candidates from the fastest on, up to the first that meets it;
+those that no other beats in both are the frontier.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import numpy as np
 from shardc.passes.regions import Forward, Region, Trade
 from shardc.passes.tradeoff import Choice, Point, Problem
 
-TARGETS = 24
+TARGETS = 32
 """Targets between the highest and the lowest peak."""
 
 MERGED = (1, 2, 3, 4, 6, 8)
@@ -33,7 +34,7 @@ EVEN = (3, 5, 8, 12)
 SMALL = 64
 """Problems with at most so many instructions to choose from are improved by changing one or two at a time."""
 
-JUDGED = 4000
+JUDGED = 20_000
 """So many choices of a small problem are looked at."""
 
 
@@ -58,15 +59,17 @@ def frontier(problem: Problem) -> list[Point]:
     cuts = [borders[::g] for g in MERGED if g == 1 or g < 2 * len(borders)]
     if len(borders) < FEW:  # no narrow borders: try wide ones
         cuts += [forward.borders(1), [0], *(forward.even(k) for k in EVEN)]
-    seen: set[Choice] = set()
-    for some in cuts:
-        offers = _offers(problem, forward, some, known)
-        for target in _targets(problem, offers, none.peak):
-            choice = _meet(problem, offers, target)
-            if choice is None or choice in seen:
-                continue
-            seen.add(choice)
-            points.append(problem.judge(choice))
+    ways = [_offers(problem, forward, some, known) for some in cuts]
+    lowest = min((_lowest(problem, offers) for offers in ways), default=none.peak)
+    judged: dict[Choice, Point] = {}
+    for target in np.linspace(none.peak, lowest, TARGETS + 1)[1:]:
+        met = {c: s for c, s in (_meet(problem, offers, int(target)) or (frozenset(), 0.0) for offers in ways) if c}
+        for choice in sorted(met, key=lambda c: (met[c], len(c))):
+            if choice not in judged:
+                judged[choice] = problem.judge(choice)
+            if judged[choice].peak <= target:
+                break  # the others take more time
+    points += judged.values()
     points = pareto(points)
     movable = [k for k, s in enumerate(problem.steps) if s.movable and any(problem.nbytes.get(r) for r in s.makes)]
     return _improved(problem, points, movable) if len(movable) <= SMALL else points
@@ -119,15 +122,17 @@ def _levels(problem: Problem, offers: Sequence[_Offer]) -> list[tuple[int, list[
     return [(level, list(active)) for active, level in sorted(highest.items(), key=lambda item: len(item[0]))]
 
 
-def _targets(problem: Problem, offers: Sequence[_Offer], top: int) -> list[int]:
-    lowest = max(
-        (level - sum(offers[i].trades[-1].freed for i in active) for level, active in _levels(problem, offers)), default=top
-    )
-    return [int(t) for t in np.linspace(top, lowest, TARGETS + 1)[1:]]
+def _lowest(problem: Problem, offers: Sequence[_Offer]) -> int:
+    """The lowest peak that the offers can reach."""
+    levels = _levels(problem, offers)
+    return max((level - sum(offers[i].trades[-1].freed for i in active) for level, active in levels), default=0)
 
 
-def _meet(problem: Problem, offers: Sequence[_Offer], target: int) -> Choice | None:
-    """The cheapest choice found that brings every moment to the target; None where that cannot be."""
+def _meet(problem: Problem, offers: Sequence[_Offer], target: int) -> tuple[Choice, float] | None:
+    """The cheapest choice found that brings every moment to the target, and its seconds; None where that cannot be.
+
+    What the repetitions themselves hold is not counted: `Problem.judge` does.
+    """
     taken = [0] * len(offers)
     levels = _levels(problem, offers)
 
@@ -157,7 +162,8 @@ def _meet(problem: Problem, offers: Sequence[_Offer], target: int) -> Choice | N
             if not fits():
                 taken[i] += 1
                 break
-    return frozenset().union(*(o.trades[t].drop for o, t in zip(offers, taken, strict=True)))
+    chosen = [o.trades[t] for o, t in zip(offers, taken, strict=True)]
+    return frozenset().union(*(t.drop for t in chosen)), sum(t.seconds for t in chosen)
 
 
 def _improved(problem: Problem, points: Sequence[Point], movable: Sequence[int]) -> list[Point]:

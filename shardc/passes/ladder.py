@@ -32,7 +32,7 @@ from shardc.plan.text import size
 from shardc.program import Phase, Program
 from shardc.tiers import Offload
 
-MARGIN = 1.25
+MARGIN = 1.05
 """A rung whose estimated peak is more than so many times the budget is not tried."""
 
 

@@ -146,7 +146,9 @@ class Problem:
             if r in known:
                 return known[r]
             m = self.maker.get(r)
-            if m is None or m not in choice:
+            if m is not None and self.steps[m].late and r in self.source:
+                key = repeated(self.source[r])
+            elif m is None or m not in choice:
                 key = (self.root[r], False)
             elif (twin := choice[m]) is not None:
                 key = (self.root[self.steps[twin].makes[self.steps[m].makes.index(r)]], False)
@@ -163,7 +165,7 @@ class Problem:
             for r in step.reads:
                 last[repeated(r) if follow else (self.root[r], False)] = at
             for r in step.makes:
-                key = repeated(r) if again else (self.root[r], False)
+                key = repeated(r) if follow else (self.root[r], False)
                 if self.root[r] == r and key not in first:
                     first[key] = at
                 last[key] = at
