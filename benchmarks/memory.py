@@ -2,6 +2,7 @@
 
     python benchmarks/memory.py                          # all models, ZeRO 0-3, both ends of zero_grad, 2 ranks
     python benchmarks/memory.py --models gpt2,t5 --zero 3 --after --ranks 2
+    python benchmarks/memory.py --models gpt2,resnet,t5 --settings all --after    # recompute, offload, microbatches too
     python benchmarks/memory.py --operators              # temporaries of operators against shardc.runtime.workspace
 
 Measured is what torch's profiler saw allocated within a step, on top of state and inputs. Models are randomly initialised.
@@ -78,6 +79,19 @@ def models() -> dict[str, Model]:
     }
 
 
+SETTINGS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "recompute": {"recompute": "auto"},
+    "recompute full": {"recompute": "full"},
+    "optimizer on host": {"offload": {"optimizer": "host"}},
+    "all on host": {"offload": {"optimizer": "host", "params": "host", "gradients": "host", "activations": "host"}},
+    "optimizer on disk": {"offload": {"optimizer": "disk"}},
+    "2 microbatches": {"microbatches": 2},
+    "all three": {"recompute": "auto", "offload": {"optimizer": "host"}, "microbatches": 2},
+}
+"""Options of `shardc.compile` by name."""
+
+
 def train_step(before: bool, loss_of: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """A step whose gradients survive it (`before`: they are cleared at the start of the next), or do not."""
 
@@ -104,14 +118,14 @@ class Measured:
     peak_at: str
 
 
-def rank(name: str, zero: int, before: bool) -> Measured:
+def rank(name: str, zero: int, before: bool, setting: str) -> Measured:
     """Train two steps on this rank of the process group, and measure some more."""
     warnings.simplefilter("ignore")  # of the model library
     make, batch, loss_of = models()[name]
     torch.manual_seed(0)
     model = make()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    step = shardc.compile(train_step(before, loss_of), zero=zero)
+    step = shardc.compile(train_step(before, loss_of), zero=zero, **SETTINGS[setting])
     index, size = _rank()
     mine = tuple(t.tensor_split(size)[index].clone() for t in batch())
     for _ in range(2):
@@ -125,9 +139,9 @@ def _rank() -> tuple[int, int]:
     return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 
 
-def several(names: list[str], zeros: list[int], befores: list[bool]) -> list[tuple[str, int, bool, Measured]]:
+def several(name: str, zeros: list[int], befores: list[bool], settings: list[str]) -> list[tuple[int, bool, str, Measured]]:
     """`rank` for each of them, in one process."""
-    return [(n, z, b, rank(n, z, b)) for n, z, b in itertools.product(names, zeros, befores)]
+    return [(z, b, s, rank(name, z, b, s)) for s, z, b in itertools.product(settings, zeros, befores)]
 
 
 # -- operators -------------------------------------------------------------------------------------------------------------
@@ -207,7 +221,7 @@ def kernel(op: str, args: tuple[Any, ...]) -> Kernel:
     results.clear()
     seen = allocations(call)
     kept = storage_bytes([t for t in results if isinstance(t, Tensor)])
-    formula = workspace_of(op, function, torch.device("cpu"))
+    formula = workspace_of(op, function, "cpu")
     shapes = " ".join(str(list(a.shape)) for a in args if isinstance(a, Tensor))
     return Kernel(op, shapes, seen.peak - kept, formula(args, results) if formula else 0)
 
@@ -217,6 +231,7 @@ def main() -> None:
     parser.add_argument("--models", default="gpt2,llama,t5,bert,vit,resnet,bottleneck")
     parser.add_argument("--zero", default="0,1,2,3")
     parser.add_argument("--after", action="store_true", help="zero_grad after the step only")
+    parser.add_argument("--settings", default="plain", help=f"of {', '.join(SETTINGS)}; or all")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--operators", action="store_true")
     options = parser.parse_args()
@@ -227,14 +242,16 @@ def main() -> None:
             k = kernel(op, args)
             print(f"{k.measured:12} {k.formula:12}  {k.op.removesuffix('.default')} {k.shapes}")
         return
-    print(f"{'model':11} zero  gradients    predicted     measured    error  of the executor  peak at")
+    print(f"{'model':11} {'setting':17} zero  gradients    predicted     measured    error  of the executor  peak at")
     befores = [False] if options.after else [False, True]
+    settings = [*SETTINGS] if options.settings == "all" else options.settings.split(",")
+    zeros = [int(z) for z in options.zero.split(",")]
     for name in options.models.split(","):
-        found = run_ranks(options.ranks, several, [name], [int(z) for z in options.zero.split(",")], befores, timeout=600)
-        for n, zero, before, m in found[0]:
+        found = run_ranks(options.ranks, several, name, zeros, befores, settings, timeout=3000)
+        for zero, before, setting, m in found[0]:
             kept = "survive" if before else "do not"
             error, executor = m.measured / m.predicted - 1, m.executor / m.predicted - 1
-            row = f"{n:11} {zero:4}  {kept:9} {m.predicted:12} {m.measured:12} {error:+8.3%} {executor:+16.3%}"
+            row = f"{name:11} {setting:17} {zero:4}  {kept:9} {m.predicted:12} {m.measured:12} {error:+8.3%} {executor:+16.3%}"
             print(f"{row}  {m.peak_at}", flush=True)
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from shardc import passes
-from shardc.arguments import device_kind, has_state, static_values, tier_now
+from shardc.arguments import has_state, static_values, tier_now
 from shardc.capture import OVERFLOW, Captured, InputsChanged, Scaled, SlotRef, World, capture, observe
 from shardc.checkpoint.restore import Loading
 from shardc.checkpoint.steps import Checkpoints
@@ -269,7 +269,7 @@ class CompiledStep:
         if isinstance(error, (InputsChanged, PlaceFirst)) or own == call.types:
             return
         try:
-            capture(self.fn, args, kwargs, world, own, device_kind(self.options.mesh), precision=self.options.precision)
+            capture(self.fn, args, kwargs, world, own, self.options.mesh.kind, precision=self.options.precision)
         except InputsChanged as found:
             raise found from error
         except Exception:  # of any kind: the first error tells
@@ -340,7 +340,7 @@ class CompiledStep:
             )
         decide = decider(host, world, call, Streams(self.options, self._seed or 0, self.step), self._built)
         mesh, precision = self.options.mesh, self.options.precision
-        captured = capture(self.fn, args, kwargs, world, call.types, device_kind(mesh), decide, known, precision)
+        captured = capture(self.fn, args, kwargs, world, call.types, mesh.kind, decide, known, precision)
         plan = self._planned(captured, self.options.mesh, world)
         variant = Variant(f"{self.__name__}#{len(self.variants)}", reason, plan, captured, world.summary(), call.types)
         variant.executors = host.executors(plan)
@@ -396,14 +396,14 @@ class CompiledStep:
         precision = self.options.precision
         decide = dry(world, Streams(self.options, seed, self.step))
         try:
-            captured = capture(self.fn, args, kwargs, world, types, device_kind(mesh), decide, precision=precision)
+            captured = capture(self.fn, args, kwargs, world, types, mesh.kind, decide, precision=precision)
         except InputsChanged as found:
             return self._keep(found).lower(*args, **kwargs)
         with captured.effects.pretended(world, captured.program.slots):
             steady = self._observe(args, kwargs)
             later = not same_key(steady, world)
             if later and all(guard.line == OVERFLOW for guard in captured.program.guards):
-                captured = capture(self.fn, args, kwargs, steady, types, device_kind(mesh), decide, precision=precision)
+                captured = capture(self.fn, args, kwargs, steady, types, mesh.kind, decide, precision=precision)
             elif later:
                 captured.program.notes.append("of a first call: what later ones decide depends on the state that it leaves")
         self._plan = self._planned(captured, mesh, world)

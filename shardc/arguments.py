@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-import torch
-
 from shardc.capture import World
-from shardc.mesh import Mesh
 from shardc.runtime.state import own_part
 from shardc.runtime.tiers import tier_of
 from shardc.tiers import DEVICE
@@ -17,11 +14,6 @@ def tier_now(world: World, path: str) -> str:
     """Where a slot rests now: another step may have put it there."""
     ref = world.slots.get(path)
     return tier_of(own_part(ref.get())) if ref is not None else DEVICE
-
-
-def device_kind(mesh: Mesh) -> str:
-    """Kind of device that a program for `mesh` runs on."""
-    return torch.device(mesh.device or ("cuda" if torch.cuda.is_available() else "cpu")).type
 
 
 def static_values(world: World) -> str:

@@ -7,6 +7,8 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import torch
+
 from shardc.errors import MeshError
 
 Coord = tuple[int, ...]
@@ -49,6 +51,11 @@ class Mesh:
         self.axes: dict[str, int] = both
         self.simulated, self.device, self.profile = simulated, device, profile
         self.memo: dict[Any, Any] = {}
+
+    @property
+    def kind(self) -> str:
+        """Kind of the devices: "cpu" or "cuda"."""
+        return torch.device(self.device or ("cuda" if torch.cuda.is_available() else "cpu")).type
 
     @property
     def names(self) -> tuple[str, ...]:

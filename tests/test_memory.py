@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import itertools
 import math
 import os
 import sys
@@ -111,35 +112,37 @@ def test_state_of_a_model_is_its_share_within_a_percent() -> None:
 # -- predicted is measured -----------------------------------------------------------------------------------------------------
 
 
-def measure(name: str, zeros: list[int], befores: list[bool]) -> list[tuple[str, int, int, int, int, int, StepMemory]]:
+def measure(
+    name: str, zeros: list[int], befores: list[bool], settings: tuple[str, ...] = ("plain",)
+) -> list[tuple[str, int, int, int, int, int, StepMemory]]:
     """On this rank, for each case: its name, predicted peak and start, the executor's peak, the whole state, bytes of
     gradients; and what was measured."""
     warnings.simplefilter("ignore")  # of the model library
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     make, batch, loss = bench.models()[name]
     out = []
-    for zero in zeros:
-        for before in befores:
-            # the case before dies before this one is counted
-            step = model = optimizer = seen = held = others = gradients = plan = None
-            gc.collect()
-            others = alive()
-            torch.manual_seed(0)
-            model = make()
-            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-            mine = tuple(t.tensor_split(size)[rank].clone() for t in batch())
-            step = shardc.compile(bench.train_step(before, loss), zero=zero)
-            for _ in range(2):
-                step(model, optimizer, *mine)
-            seen = step_memory(step, model, optimizer, *mine)
-            held = {k: n for k, n in alive().items() if k not in others}
-            extra = sum(s.nbytes() for s in held.values()) - seen.base
+    for zero, before, setting in itertools.product(zeros, befores, settings):
+        # the case before dies before this one is counted
+        step = model = optimizer = seen = held = others = gradients = plan = None
+        gc.collect()
+        others = alive()
+        torch.manual_seed(0)
+        model = make()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        mine = tuple(t.tensor_split(size)[rank].clone() for t in batch())
+        step = shardc.compile(bench.train_step(before, loss), zero=zero, **bench.SETTINGS[setting])
+        for _ in range(2):
+            step(model, optimizer, *mine)
+        seen = step_memory(step, model, optimizer, *mine)
+        held = {k: n for k, n in alive().items() if k not in others}
+        extra = sum(s.nbytes() for s in held.values()) - seen.base
+        if setting == "plain":
             assert 0 <= extra <= 64, f"zero {zero}: {extra} bytes beyond state and a DeviceMesh's list of ranks outlive a step"
-            gradients = storage_bytes([to_local(p.grad) for p in model.parameters() if p.grad is not None])
-            plan = step.plan
-            whole = sum(s.type.nbytes for s in plan.slots.values())
-            title = f"{name} zero {zero} gradients {'kept' if before else 'cleared after'}"
-            out.append((title, plan.memory.peak_bytes, plan.memory.start_bytes, step.stats.peak_bytes, whole, gradients, seen))
+        gradients = storage_bytes([to_local(p.grad) for p in model.parameters() if p.grad is not None])
+        plan = step.plan
+        whole = sum(s.type.nbytes for s in plan.slots.values())
+        title = f"{name} {setting} zero {zero} gradients {'kept' if before else 'cleared after'}"
+        out.append((title, plan.memory.peak_bytes, plan.memory.start_bytes, step.stats.peak_bytes, whole, gradients, seen))
     return out
 
 
@@ -168,6 +171,21 @@ def test_predicted_is_measured_and_state_is_a_share() -> None:
 @ONEDNN
 def test_predicted_is_measured_with_convolutions() -> None:
     for rank, found in enumerate(run_ranks(2, measure, "resnet", [3], [False], timeout=300)):
+        hold(found, rank)
+
+
+@pytest.mark.processes
+def test_predicted_is_measured_with_microbatches_and_offload() -> None:
+    for rank, found in enumerate(run_ranks(2, measure, "gpt2", [3], [False], ("2 microbatches", "all on host"), timeout=300)):
+        hold(found, rank)
+
+
+@pytest.mark.long
+@pytest.mark.processes
+@pytest.mark.parametrize("name", ["gpt2", "t5", pytest.param("resnet", marks=ONEDNN)])
+def test_predicted_is_measured_with_all_settings(name: str) -> None:
+    settings = tuple(s for s in bench.SETTINGS if s != "plain")
+    for rank, found in enumerate(run_ranks(2, measure, name, [0, 1, 2, 3], [False], settings, timeout=3000)):
         hold(found, rank)
 
 
@@ -201,8 +219,8 @@ def test_temporaries_of_operators_are_the_formulas() -> None:
 
 def test_nothing_is_known_of_other_devices() -> None:
     mm = torch.ops.aten.mm.default
-    assert workspace_of("aten.mm.default", mm, torch.device("cuda")) is None
-    assert workspace_of("aten.view.default", torch.ops.aten.view.default, torch.device("cpu")) is None
+    assert workspace_of("aten.mm.default", mm, "cuda") is None
+    assert workspace_of("aten.view.default", torch.ops.aten.view.default, "cpu") is None
 
 
 # -- gradients and gathered parameters -----------------------------------------------------------------------------------------

@@ -110,6 +110,7 @@ class Executor:
     ) -> None:
         self.instructions, self.mesh, self.coord, self.device = tuple(instructions), mesh, tuple(coord), torch.device(device)
         self.rank = mesh.rank(self.coord)
+        self.kind = mesh.kind if self.device.type == "meta" else self.device.type
         self.categories, self.timeline, self.measure = dict(categories or {}), timeline, measure
         self.profile: MemoryProfile | None = None
         self.outs: dict[int, Out] = {o.reg: o for i in instructions for o in outs_of(i)}
@@ -164,7 +165,7 @@ class Executor:
         self.dirty = False
         stats = Stats(comm_bytes=self.comm_bytes, collectives=self.collectives)
         measured = self.profile is None or self.measure == "always"
-        measure = Measure(self.instructions, self._shape, self.ragged, self.categories, self.rank, self.timeline)
+        measure = Measure(self.instructions, self._shape, self.ragged, self.categories, self.rank, self.timeline, self.kind)
         if measured:
             measure.begin(slots, inputs)
             function = self.measured or self._compile(measured=True)
@@ -342,7 +343,7 @@ class Executor:
         found = None
         here = bool(outs) and outs[0].dtype is not None and outs[0].tier == DEVICE
         if here and i.draw is None and not i.inplace and self._fills(i) is None:
-            found = workspace_of(i.op, self.liveness.kernel(i.op).function, self.device)
+            found = workspace_of(i.op, self.liveness.kernel(i.op).function, self.kind)
         if found is None:
             return []
         args = self._tree(tuple(kernels.evaluate(i.args, self.mesh, self.coord, self.device)))

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from shardc.dtypes import short
 from shardc.errors import RuntimeFailure
-from shardc.instructions import Input, Instruction, Out, Read, Write, outs_of
+from shardc.instructions import Collective, Input, Instruction, Out, Read, Write, outs_of
 from shardc.runtime.accounting import Tracker
 from shardc.runtime.comm import Start
 from shardc.runtime.ragged import Ragged
-from shardc.runtime.workspace import Workspace
+from shardc.runtime.workspace import Workspace, collective_workspace
 from shardc.spec import ShardSpec
 from shardc.tiers import DEVICE
 
@@ -36,6 +36,7 @@ class Measure:
         shape: the rank's local shape of a spec.
         ragged: the sizes that depend on data.
         categories: slot, input path or instruction name -> category.
+        device: kind of the device that the plan is for.
     """
 
     def __init__(
@@ -46,9 +47,10 @@ class Measure:
         categories: Mapping[str, str],
         rank: int,
         timeline: bool,
+        device: str,
     ) -> None:
         self.instructions, self.shape, self.categories, self.rank = instructions, shape, categories, rank
-        self.ragged = ragged
+        self.ragged, self.device = ragged, device
         self.tracker = Tracker(timeline)
         self.tiers = {o.reg: o.tier for i in instructions for o in outs_of(i) if o.tier != DEVICE}  # register -> tier
         self.resting = {i.slot: i.out.tier for i in instructions if isinstance(i, Read)}
@@ -80,13 +82,15 @@ class Measure:
         self.tracker.drop(i.frees)
 
     def opened(self, k: int, request: Start, early: Sequence[int]) -> None:
-        """A collective has its buffers; the registers `early` die."""
+        """A collective has its buffers; the registers `early` die before it starts."""
         i = self.instructions[k]
         for register, buffer in ((SENT, request.inp), (RECEIVED, request.out)):
             if buffer is not None:
                 self.tracker.add(register, buffer, self.categories.get(i.name, "other"))
         self.tracker.mark(i.name)
         self.tracker.drop(early)
+        if isinstance(i, Collective) and (inside := collective_workspace(i.step.kind, request.inp, request.out, self.device)):
+            self.tracker.mark(i.name, inside)
 
     def sent(self) -> None:
         """What a collective sent is not needed any more."""

@@ -25,20 +25,27 @@ BLOCK = 16
 Workspace = Callable[[Sequence[Any], Sequence[Any]], int]
 
 
-def workspace_of(op: str, function: Callable[..., Any], device: torch.device) -> Workspace | None:
+def workspace_of(op: str, function: Callable[..., Any], device: str) -> Workspace | None:
     """The formula of an operator; None if its kernel holds nothing but its results, or nothing is known of the device.
 
     Args:
         op: as in ``Compute.op``.
         function: what it resolves to.
-        device: "meta" stands for the CPU.
+        device: kind of the device.
     """
-    if device.type not in ("cpu", "meta"):
+    if device != "cpu":
         return None
     found = TABLE.get(op)
     if found is None and isinstance(function, torch._ops.OpOverload) and torch.Tag.pointwise in function.tags:
         return _cast_operands
     return found
+
+
+def collective_workspace(kind: str, sent: Tensor | None, received: Tensor | None, device: str) -> int:
+    """Bytes that a communicator holds beside what is sent and received: gloo gathers into a buffer of its own, and reduces a
+    copy of what it scatters; nccl needs neither."""
+    whole = {"all_gather": received, "reduce_scatter": sent}.get(kind)
+    return 0 if whole is None or device != "cpu" else _bytes(whole)
 
 
 def _bytes(t: Tensor) -> int:

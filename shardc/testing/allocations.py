@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from shardc import _torch
 from shardc.capture import observe
 from shardc.hosts import ProcessHost
+from shardc.instructions import Transfer
 from shardc.runtime.comm import Start
+from shardc.runtime.disk import Region, aligned
 from shardc.runtime.process import Pending, ProcessGroupCommunicator
 from shardc.runtime.state import to_local
+from shardc.runtime.tiers import Tiers, rest_of, tier_of
+from shardc.tiers import DEVICE
 
 if TYPE_CHECKING:
     from shardc.api import CompiledStep
@@ -75,7 +81,7 @@ class StepMemory:
     """Bytes on this rank.
 
     Args:
-        state: of the step's state between steps.
+        state: of the step's state between steps, as far as it rests on the device.
         base: of state, inputs and constants when a step starts.
         peak: the most within a step, the base included.
     """
@@ -83,6 +89,10 @@ class StepMemory:
     state: int
     base: int
     peak: int
+
+
+LET_GO = 0.005
+"""Seconds in which a thread of the process group lets go of a finished collective, and of buffers that only it knows."""
 
 
 class _Settling(ProcessGroupCommunicator):
@@ -95,6 +105,7 @@ class _Settling(ProcessGroupCommunicator):
 
     def wait(self, handle: Pending) -> None:
         super().wait(handle)
+        time.sleep(LET_GO)
         del handle.work
         until = time.monotonic() + 2.0
         while any(_torch.references(t) > n for t, n in self.counts) and time.monotonic() < until:
@@ -102,8 +113,33 @@ class _Settling(ProcessGroupCommunicator):
         self.counts = []
 
 
+@contextmanager
+def _device_alone(tiers: Tiers) -> Iterator[None]:
+    """On a CPU all tiers are one memory: let the profiler see what is moved to the device, not what is moved to the host.
+
+    Tensors on the host are made in pages of their own, which it does not see. What is read from disk is made so too; as long as
+    it lives it holds another allocation of its size, which the profiler sees.
+    """
+    move, made = tiers.move, tiers._made
+
+    def counted(i: Transfer, src: Tensor, into: Tensor | None, device: torch.device) -> Tensor:
+        out = move(i, src, into, device)
+        if i.out.tier == DEVICE and isinstance(rest_of(src), Region):
+            out.untyped_storage()._shardc_seen = torch.empty(storage_bytes([out]), dtype=torch.uint8)  # type: ignore[attr-defined]
+        return out
+
+    def hidden(src: Tensor, stride: tuple[int, ...], tier: str, device: torch.device) -> Tensor:
+        return aligned(src.shape, stride, src.dtype) if tier != DEVICE and src.numel() else made(src, stride, tier, device)
+
+    tiers.__dict__.update(move=counted, _made=hidden)
+    try:
+        yield
+    finally:
+        del tiers.__dict__["move"], tiers.__dict__["_made"]
+
+
 def step_memory(step: CompiledStep, *args: Any) -> StepMemory:
-    """Measure a step that has reached its steady state.
+    """Measure a step that has reached its steady state: the memory of the device, without what rests elsewhere.
 
     Args:
         args: the step's; inputs are this rank's parts.
@@ -113,12 +149,13 @@ def step_memory(step: CompiledStep, *args: Any) -> StepMemory:
         plain = host.communicator
         host.communicator = _Settling(plain.mesh, plain.coord, plain.groups.__getitem__)
     try:
-        seen = allocations(lambda: step(*args))
+        with _device_alone(host.tiers) if isinstance(host, ProcessHost) else nullcontext():
+            seen = allocations(lambda: step(*args))
     finally:
         if isinstance(host, ProcessHost):
             host.communicator = plain
     world = observe(step.fn, args, {})
-    state = [to_local(ref.get()) for ref in world.slots.values()]
+    state = [t for t in (to_local(ref.get()) for ref in world.slots.values()) if tier_of(t) == DEVICE]
     constants = [t for v in step.variants for t in v.captured.constants.values() if isinstance(t, Tensor)]
     base = storage_bytes([*state, *world.inputs.values(), *constants])
     return StepMemory(storage_bytes(state), base, base + seen.peak)
