@@ -2,6 +2,7 @@
 
     python benchmarks/budget.py                                # all models, zero 3, 10 budgets, 2 ranks
     python benchmarks/budget.py --models gpt --budgets 5
+    python benchmarks/budget.py --models gpt --torch           # what torch's own activation budget does, on one device
 
 For each budget: the predicted peak, what torch's profiler measured within a step, and the predicted time. Exit code 1 where a
 measured peak is above its budget, or a smaller budget is predicted to be faster. Models are randomly initialised.
@@ -10,6 +11,7 @@ measured peak is above its budget, or a smaller budget is predicted to be faster
 from __future__ import annotations
 
 import argparse
+import functools
 import sys
 import warnings
 from typing import Any
@@ -21,7 +23,7 @@ import shardc
 from shardc.passes.ladder import Ladder
 from shardc.program import Program
 from shardc.testing import run_ranks
-from shardc.testing.allocations import step_memory
+from shardc.testing.allocations import allocations, step_memory
 
 
 def models() -> dict[str, bench.Model]:
@@ -75,14 +77,54 @@ def measured(name: str, zero: int, budgets: list[int]) -> list[tuple[int, int, f
     return out
 
 
+def _into(kept: list[torch.Tensor], loss_of: Any, model: torch.nn.Module, batch: bench.Batch, backward: bool = False) -> None:
+    """Keep the loss of a model, and with it what its backward needs; or run that too."""
+    kept[:] = [loss_of(model, *batch)]
+    if backward:
+        kept.pop().backward()
+        model.zero_grad()
+
+
+def of_torch(name: str, shares: list[float]) -> None:
+    """Print, for each ``activation_memory_budget`` of torch.compile's partitioner: bytes alive when the backward begins, the
+    peak of forward and backward, and floating-point operations against those without a budget."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    model, _, batch, _ = objects(name)
+    loss_of = models()[name][2]
+    print("model       budget  kept for the backward        peak  operations")
+    first = 0
+    for share in shares:
+        torch._dynamo.reset()
+        with torch._functorch.config.patch(activation_memory_budget=share):
+            compiled = torch.compile(loss_of, backend="aot_eager_decomp_partition")
+
+            kept: list[torch.Tensor] = []
+            forward = functools.partial(_into, kept, compiled, model, batch)
+            both = functools.partial(_into, kept, compiled, model, batch, backward=True)
+            both()
+            begun = allocations(forward).end
+            kept.clear()
+            peak = allocations(both).peak
+            with FlopCounterMode(display=False) as counter:
+                both()
+        first = first or counter.get_total_flops()
+        print(f"{name:10} {share:7.1f} {begun:22,} {peak:11,} {counter.get_total_flops() / first:11.4f}", flush=True)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", default="gpt,resnet50,t5,mamba")
     parser.add_argument("--zero", type=int, default=3)
     parser.add_argument("--budgets", type=int, default=10)
     parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--torch", action="store_true", help="torch's activation budget instead")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    if options.torch:
+        for name in options.models.split(","):
+            of_torch(name, [1 - k / options.budgets for k in range(options.budgets + 1)])
+        return 0
     bad = 0
     print("model      share       budget    predicted     measured  measured/budget  predicted time")
     for name in options.models.split(","):

@@ -38,10 +38,11 @@ class Operator:
 
 @dataclass(frozen=True)
 class Allocations:
-    """The most bytes alive at once, of those allocated during a call; and its operators."""
+    """The most bytes alive at once, of those allocated during a call; its operators; and bytes alive when it ends."""
 
     peak: int
     operators: tuple[Operator, ...]
+    end: int
 
 
 def allocations(call: Callable[[], Any]) -> Allocations:
@@ -68,7 +69,7 @@ def allocations(call: Callable[[], Any]) -> Allocations:
         peak = max(peak, most)
         if name:
             operators.append(Operator(name, shapes, most - max(before, live)))
-    return Allocations(peak, tuple(operators))
+    return Allocations(peak, tuple(operators), sum(n for _, n in moments))
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:
