@@ -407,7 +407,7 @@ class CompiledStep:
             elif later:
                 captured.program.notes.append("of a first call: what later ones decide depends on the state that it leaves")
         self._plan = self._planned(captured, mesh, world)
-        return replace(self._plan, again=Sizes(self, self._plan, world, types, args, kwargs))
+        return self._plan.with_again(Sizes(self, self._plan, world, types, args, kwargs))
 
     def _global_types(self, world: World, mesh: Mesh) -> dict[str, TensorType]:
         out = {}

@@ -53,11 +53,13 @@ class Rung:
         point: what is repeated, the estimated peak, the predicted seconds; both without offload.
         make: the program with its repetitions.
         offload: what rests elsewhere.
+        made: its whole plan, where there is one already.
     """
 
     point: Point
     make: Callable[[], Program]
     offload: Offload = NOWHERE
+    made: Plan | None = None
 
     @property
     def seconds(self) -> float:
@@ -70,7 +72,7 @@ class Rung:
     @cached_property
     def plan(self) -> Plan:
         """The whole plan, scheduled and lowered."""
-        return planned(self.program, self.offload)
+        return self.made or planned(self.program, self.offload)
 
     @property
     def peak(self) -> int:
@@ -166,11 +168,12 @@ class Ladder:
         """The ladder of a program; without `auto` it has one rung."""
         base = planned(program)
         none = Point(frozenset(), base.memory.peak_bytes, base.time.predicted_s)
+        first = Rung(none, lambda: program, moves, base if moves == NOWHERE else None)
         if not auto:
-            return Ladder(program, base, [Rung(none, lambda: program, moves)])
+            return Ladder(program, base, [first])
         problem, names = problem_of(base, program)
-        points = frontier(problem)
-        return Ladder(program, base, [Rung(p, _maker(program, p.choice, names), moves) for p in points])
+        rest = [Rung(p, _maker(program, p.choice, names), moves) for p in frontier(problem) if p.choice]
+        return Ladder(program, base, [first, *rest])
 
     def fit(self, budget: int) -> Rung | None:
         """The fastest rung that fits, ties to the lower peak."""
@@ -201,8 +204,6 @@ class Ladder:
 
 def _maker(program: Program, choice: Choice, names: Sequence[str]) -> Callable[[], Program]:
     def make() -> Program:
-        if not choice:
-            return program
         wanted = {names[k] for k in choice}
         dropped = {n for n in program.nodes if n.name in wanted}
         leaves = kept(program) | set(program.versions)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -63,6 +63,12 @@ class Plan:
     stages: Mapping[str, Program | str] = field(default_factory=dict)
     replicated: tuple[Replicated, ...] = ()
     again: Again | None = None
+
+    def with_again(self, again: Again) -> Plan:
+        """The same plan, its predictions included, which knows how it is made at other sizes."""
+        out = replace(self, again=again)
+        out.__dict__.update({k: v for k, v in self.__dict__.items() if k not in {f.name for f in fields(self)}})
+        return out
 
     # -- predictions -------------------------------------------------------------------------------------------------
 
