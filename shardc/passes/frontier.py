@@ -11,7 +11,7 @@ those that no other beats in both are the frontier.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -59,11 +59,11 @@ def frontier(problem: Problem) -> list[Point]:
     cuts = [borders[::g] for g in MERGED if g == 1 or g < 2 * len(borders)]
     if len(borders) < FEW:  # no narrow borders: try wide ones
         cuts += [forward.borders(1), [0], *(forward.even(k) for k in EVEN)]
-    ways = [_offers(problem, forward, some, known) for some in cuts]
-    lowest = min((_lowest(problem, offers) for offers in ways), default=none.peak)
+    ways = [_Way(problem, offers) for some in cuts if (offers := _offers(problem, forward, some, known))]
+    lowest = min((way.lowest for way in ways), default=none.peak)
     judged: dict[Choice, Point] = {}
     for target in np.linspace(none.peak, lowest, TARGETS + 1)[1:]:
-        met = {c: s for c, s in (_meet(problem, offers, int(target)) or (frozenset(), 0.0) for offers in ways) if c}
+        met = {c: s for c, s in (way.meet(int(target)) or (frozenset(), 0.0) for way in ways) if c}
         for choice in sorted(met, key=lambda c: (met[c], len(c))):
             if choice not in judged:
                 judged[choice] = problem.judge(choice)
@@ -111,59 +111,60 @@ def _offers(
     return [o for o in out if o.begin < o.end]
 
 
-def _levels(problem: Problem, offers: Sequence[_Offer]) -> list[tuple[int, list[int]]]:
-    """(highest level, offers that can lower it) for each set of offers, smallest sets first."""
-    highest: dict[tuple[int, ...], int] = {}
-    edges = sorted({0, len(problem.level), *(o.begin for o in offers), *(o.end for o in offers)})
-    for lo, hi in zip(edges, edges[1:], strict=False):
-        active = tuple(i for i, o in enumerate(offers) if o.begin <= lo and hi <= o.end)
-        if hi > lo:
-            highest[active] = max(highest.get(active, 0), int(problem.level[lo:hi].max()))
-    return [(level, list(active)) for active, level in sorted(highest.items(), key=lambda item: len(item[0]))]
+class _Way:
+    """One set of regions: what its offers can do for each moment.
 
-
-def _lowest(problem: Problem, offers: Sequence[_Offer]) -> int:
-    """The lowest peak that the offers can reach."""
-    levels = _levels(problem, offers)
-    return max((level - sum(offers[i].trades[-1].freed for i in active) for level, active in levels), default=0)
-
-
-def _meet(problem: Problem, offers: Sequence[_Offer], target: int) -> tuple[Choice, float] | None:
-    """The cheapest choice found that brings every moment to the target, and its seconds; None where that cannot be.
-
-    What the repetitions themselves hold is not counted: `Problem.judge` does.
+    Attributes:
+        level: the highest level of the moments in which the same offers are dormant; fewest offers first.
+        active: (moment, offer) -> whether the offer can lower the moment.
     """
-    taken = [0] * len(offers)
-    levels = _levels(problem, offers)
 
-    def over(level: int, active: Sequence[int]) -> int:
-        return level - sum(offers[i].trades[taken[i]].freed for i in active) - target
+    def __init__(self, problem: Problem, offers: Sequence[_Offer]) -> None:
+        self.offers = offers
+        edges = sorted({0, len(problem.level), *(o.begin for o in offers), *(o.end for o in offers)})
+        begins, ends = (np.array([getattr(o, side) for o in offers], dtype=np.int64) for side in ("begin", "end"))
+        highest: dict[bytes, int] = {}
+        rows: dict[bytes, np.ndarray] = {}
+        for lo, hi in zip(edges, edges[1:], strict=False):
+            row = (begins <= lo) & (hi <= ends)
+            key = row.tobytes()
+            rows[key], highest[key] = row, max(highest.get(key, 0), int(problem.level[lo:hi].max()))
+        keys = sorted(rows, key=lambda k: int(rows[k].sum()))
+        self.level = np.array([highest[k] for k in keys], dtype=np.int64)
+        self.active = np.array([rows[k] for k in keys]).reshape(len(keys), len(offers))
+        self.gains = [np.diff([t.freed for t in o.trades]) for o in offers]
+        self.prices = [np.diff([t.seconds for t in o.trades]) / g for o, g in zip(offers, self.gains, strict=True)]
 
-    for level, active in levels:
-        missing = over(level, active)
-        while missing > 0:
-            best: tuple[float, int] | None = None
-            for i in active:
-                trades, at = offers[i].trades, taken[i]
-                if at + 1 < len(trades):
-                    more = trades[at + 1].freed - trades[at].freed
-                    price = (trades[at + 1].seconds - trades[at].seconds) / more
-                    if best is None or (price, i) < best:
-                        best = price, i
-            if best is None:
-                return None
-            i = best[1]
-            missing -= offers[i].trades[taken[i] + 1].freed - offers[i].trades[taken[i]].freed
-            taken[i] += 1
-    fits: Callable[[], bool] = lambda: all(over(level, active) <= 0 for level, active in levels)  # noqa: E731
-    for i in sorted(range(len(offers)), key=lambda i: -offers[i].trades[taken[i]].seconds):
-        while taken[i]:
-            taken[i] -= 1
-            if not fits():
+    @property
+    def lowest(self) -> int:
+        """The lowest peak that the offers can reach."""
+        return int((self.level - self.active @ np.array([o.trades[-1].freed for o in self.offers], dtype=np.int64)).max())
+
+    def meet(self, target: int) -> tuple[Choice, float] | None:
+        """The cheapest choice found that brings every moment to the target, and its seconds; None where that cannot be.
+
+        What the repetitions themselves hold is not counted: `Problem.judge` does.
+        """
+        taken = [0] * len(self.offers)
+        missing = self.level - target
+        price = np.array([p[0] for p in self.prices])  # of the next step of each offer
+        for k in range(len(missing)):
+            able = np.flatnonzero(self.active[k])
+            while missing[k] > 0:
+                i = int(able[np.argmin(price[able])]) if len(able) else -1
+                if i < 0 or price[i] == np.inf:
+                    return None
+                missing -= self.active[:, i] * self.gains[i][taken[i]]
                 taken[i] += 1
-                break
-    chosen = [o.trades[t] for o, t in zip(offers, taken, strict=True)]
-    return frozenset().union(*(t.drop for t in chosen)), sum(t.seconds for t in chosen)
+                price[i] = self.prices[i][taken[i]] if taken[i] < len(self.prices[i]) else np.inf
+        for i in sorted(range(len(self.offers)), key=lambda i: -self.offers[i].trades[taken[i]].seconds):
+            while taken[i]:
+                more = missing + self.active[:, i] * self.gains[i][taken[i] - 1]
+                if (more > 0).any():
+                    break
+                missing, taken[i] = more, taken[i] - 1
+        chosen = [o.trades[t] for o, t in zip(self.offers, taken, strict=True)]
+        return frozenset().union(*(t.drop for t in chosen)), sum(t.seconds for t in chosen)
 
 
 def _improved(problem: Problem, points: Sequence[Point], movable: Sequence[int]) -> list[Point]:
