@@ -165,7 +165,9 @@ class Executor:
         self.dirty = False
         stats = Stats(comm_bytes=self.comm_bytes, collectives=self.collectives)
         measured = self.profile is None or self.measure == "always"
-        measure = Measure(self.instructions, self._shape, self.ragged, self.categories, self.rank, self.timeline, self.kind)
+        measure = Measure(
+            self.instructions, self._shape, self.ragged, self.categories, self.rank, self.timeline, self.mesh.axes, self.kind
+        )  # fmt: skip
         if measured:
             measure.begin(slots, inputs)
             function = self.measured or self._compile(measured=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import time
 from contextlib import suppress
 from datetime import timedelta
@@ -55,6 +56,18 @@ def wait(work: dist.Work, what: str, where: str) -> None:
                     return
                 refuse(f"in {what}: {error}", where)
         refuse("", where)
+
+
+def wait_for(done: concurrent.futures.Future[None], what: str, where: str) -> None:
+    """The same for one that a thread does."""
+    while True:
+        try:
+            done.result(POLL.total_seconds())
+            return
+        except concurrent.futures.TimeoutError:
+            refuse("", where)
+        except RuntimeError as error:
+            refuse(f"in {what}: {error}", where)
 
 
 def refuse(lost: str, where: str) -> None:

@@ -36,6 +36,7 @@ class Measure:
         shape: the rank's local shape of a spec.
         ragged: the sizes that depend on data.
         categories: slot, input path or instruction name -> category.
+        axes: of the mesh.
         device: kind of the device that the plan is for.
     """
 
@@ -47,10 +48,11 @@ class Measure:
         categories: Mapping[str, str],
         rank: int,
         timeline: bool,
+        axes: Mapping[str, int],
         device: str,
     ) -> None:
         self.instructions, self.shape, self.categories, self.rank = instructions, shape, categories, rank
-        self.ragged, self.device = ragged, device
+        self.ragged, self.axes, self.device = ragged, axes, device
         self.tracker = Tracker(timeline)
         self.tiers = {o.reg: o.tier for i in instructions for o in outs_of(i) if o.tier != DEVICE}  # register -> tier
         self.resting = {i.slot: i.out.tier for i in instructions if isinstance(i, Read)}
@@ -89,8 +91,10 @@ class Measure:
                 self.tracker.add(register, buffer, self.categories.get(i.name, "other"))
         self.tracker.mark(i.name)
         self.tracker.drop(early)
-        if isinstance(i, Collective) and (inside := collective_workspace(i.step.kind, request.inp, request.out, self.device)):
-            self.tracker.mark(i.name, inside)
+        if isinstance(i, Collective) and request.out is not None:
+            inside = collective_workspace(i.step.kind, request.out, self.axes[i.step.axis], self.device)
+            if inside:
+                self.tracker.mark(i.name, inside)
 
     def sent(self) -> None:
         """What a collective sent is not needed any more."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -17,16 +18,23 @@ from shardc.errors import RuntimeFailure
 from shardc.mesh import Coord, Mesh
 from shardc.runtime.comm import WIRE_DTYPES, Request, Start, drive
 from shardc.runtime.executor import Executor, Outcome
-from shardc.runtime.failure import POLL, first_failure, leave_failure, refuse, wait
+from shardc.runtime.failure import POLL, first_failure, leave_failure, refuse, wait, wait_for
+from shardc.runtime.pairs import Pairs, buffer_length, paired
 from shardc.runtime.simulate import execution
 
 
 @dataclass
 class Pending:
-    """A collective under way; `wide` is what is sent where the communicator does not know the dtype of `request`."""
+    """A collective under way.
 
-    work: dist.Work
+    Args:
+        buffer: what it needs besides the tensors of `request`.
+        wide: what is sent where the communicator does not know their dtype.
+    """
+
+    work: dist.Work | Future[None]
     request: Start
+    buffer: Tensor | None = None
     wide: tuple[Tensor | None, Tensor] | None = None
 
 
@@ -41,6 +49,7 @@ class ProcessGroupCommunicator:
     def __init__(self, mesh: Mesh, coord: Coord, group: Callable[[str], dist.ProcessGroup]) -> None:
         self.mesh, self.coord, self.rank = mesh, coord, mesh.rank(coord)
         self.groups = {axis: group(axis) for axis, n in mesh.axes.items() if n > 1}
+        self.pairs: dict[str, Pairs] = {}
         self.seconds = 0.0
 
     def start(self, request: Start) -> Pending:
@@ -52,7 +61,20 @@ class ProcessGroupCommunicator:
             wide = (None if inp is None else inp.to(torch.int32), out.to(torch.int32))
             inp, out = wide
         op = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}[move.op]
-        if move.step.kind == "all_reduce":
+        work: dist.Work | Future[None]
+        buffer = None
+        if paired(move.step.kind, out, out.device.type):
+            if move.step.axis not in self.pairs:
+                self.pairs[move.step.axis] = Pairs(group)
+            pairs = self.pairs[move.step.axis]
+            buffer = out.new_empty(buffer_length(move.step.kind, out.numel(), pairs.size))
+            if inp is None:
+                work = pairs.all_reduce(out, move.op, buffer)
+            elif move.step.kind == "all_gather":
+                work = pairs.all_gather(out, inp)
+            else:
+                work = pairs.reduce_scatter(out, inp, move.op, buffer)
+        elif move.step.kind == "all_reduce":
             work = dist.all_reduce(out, op, group=group, async_op=True)
         elif move.step.kind == "all_gather":
             work = _torch.all_gather_single(out, inp, group=group, async_op=True)
@@ -62,7 +84,7 @@ class ProcessGroupCommunicator:
             sizes = [n * move.scale for n in move.receives], [n * move.scale for n in move.sends]
             work = dist.all_to_all_single(out, inp, *sizes, group=group, async_op=True)
         self.seconds += time.perf_counter() - begun
-        return Pending(work, request, wide)
+        return Pending(work, request, buffer, wide)
 
     def wait(self, handle: Pending) -> None:
         """Return when the collective is done.
@@ -73,7 +95,9 @@ class ProcessGroupCommunicator:
         begun = time.perf_counter()
         out = handle.request.out
         assert out is not None
-        if out.device.type == "cuda":
+        if isinstance(handle.work, Future):
+            wait_for(handle.work, str(handle.request), f"waiting in {handle.request.name}")
+        elif out.device.type == "cuda":
             handle.work.wait()
         else:
             wait(handle.work, str(handle.request), f"waiting in {handle.request.name}")
@@ -86,6 +110,8 @@ class ProcessGroupCommunicator:
         if not self.groups:
             return
         leave_failure(error)
+        for pairs in self.pairs.values():
+            pairs.close()
         for group in self.groups.values():
             with suppress(RuntimeError):
                 group.abort()

@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardc.runtime.pairs import buffer_length, paired
+
 BLOCK = 16
 """Channels in a block of oneDNN's layouts on AVX-512."""
 
@@ -41,11 +43,9 @@ def workspace_of(op: str, function: Callable[..., Any], device: str) -> Workspac
     return found
 
 
-def collective_workspace(kind: str, sent: Tensor | None, received: Tensor | None, device: str) -> int:
-    """Bytes that a communicator holds beside what is sent and received: gloo gathers into a buffer of its own, and reduces a
-    copy of what it scatters; nccl needs neither."""
-    whole = {"all_gather": received, "reduce_scatter": sent}.get(kind)
-    return 0 if whole is None or device != "cpu" else _bytes(whole)
+def collective_workspace(kind: str, out: Tensor, ranks: int, device: str) -> int:
+    """Bytes that a communicator holds besides what is sent and received (see `shardc.runtime.pairs`)."""
+    return buffer_length(kind, out.numel(), ranks) * out.dtype.itemsize if paired(kind, out, device) else 0
 
 
 def _bytes(t: Tensor) -> int:
