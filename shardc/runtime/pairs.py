@@ -1,8 +1,8 @@
 """Collectives on CPUs as messages between pairs of ranks: each part goes straight from where it lies to where it is needed.
 
 gloo gathers into a buffer of its own and copies, and reduces everything everywhere where each rank wants a part. In pairs a
-gather needs no copy, and a reduce-scatter of n bytes over N ranks sends n (N - 1) / N of them. A rank adds the others' parts to its
-own in the order of their distance, so that results do not depend on timing; every part is summed by one rank alone.
+gather needs no copy, and a reduce-scatter of n bytes over N ranks sends n (N - 1) / N of them. A rank adds the others' parts to
+its own in the order of their distance, so that results do not depend on timing; every part is summed by one rank alone.
 
 The messages wait in a thread, since gloo gives up a group when a wait for a message times out, and a rank has to see meanwhile
 whether another one has failed. Just that ends the thread: `Pairs.close`.
