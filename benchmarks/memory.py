@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shardc
+from shardc.errors import PlanError
 from shardc.runtime.workspace import workspace_of
 from shardc.testing import run_ranks
 from shardc.testing.allocations import allocations, step_memory, storage_bytes
@@ -139,9 +140,18 @@ def _rank() -> tuple[int, int]:
     return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 
 
-def several(name: str, zeros: list[int], befores: list[bool], settings: list[str]) -> list[tuple[int, bool, str, Measured]]:
-    """`rank` for each of them, in one process."""
-    return [(z, b, s, rank(name, z, b, s)) for s, z, b in itertools.product(settings, zeros, befores)]
+Row = tuple[int, bool, str, Measured | str]
+
+
+def several(name: str, zeros: list[int], befores: list[bool], settings: list[str]) -> list[Row]:
+    """`rank` for each of them, in one process; or why a setting is refused (microbatches with batch statistics)."""
+    rows: list[Row] = []
+    for s, z, b in itertools.product(settings, zeros, befores):
+        try:
+            rows.append((z, b, s, rank(name, z, b, s)))
+        except PlanError as error:
+            rows.append((z, b, s, str(error).splitlines()[0]))
+    return rows
 
 
 # -- operators -------------------------------------------------------------------------------------------------------------
@@ -250,6 +260,9 @@ def main() -> None:
         found = run_ranks(options.ranks, several, name, zeros, befores, settings, timeout=3000)
         for zero, before, setting, m in found[0]:
             kept = "survive" if before else "do not"
+            if isinstance(m, str):
+                print(f"{name:11} {setting:17} {zero:4}  {kept:9} refused: {m}", flush=True)
+                continue
             error, executor = m.measured / m.predicted - 1, m.executor / m.predicted - 1
             row = f"{name:11} {setting:17} {zero:4}  {kept:9} {m.predicted:12} {m.measured:12} {error:+8.3%} {executor:+16.3%}"
             print(f"{row}  {m.peak_at}", flush=True)

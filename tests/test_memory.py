@@ -184,7 +184,8 @@ def test_predicted_is_measured_with_microbatches_and_offload() -> None:
 @pytest.mark.processes
 @pytest.mark.parametrize("name", ["gpt2", "t5", pytest.param("resnet", marks=ONEDNN)])
 def test_predicted_is_measured_with_all_settings(name: str) -> None:
-    settings = tuple(s for s in bench.SETTINGS if s != "plain")
+    rows_depend = name == "resnet"  # batch statistics: microbatches are refused
+    settings = tuple(s for s, o in bench.SETTINGS.items() if o and not (rows_depend and "microbatches" in o))
     for rank, found in enumerate(run_ranks(2, measure, name, [0, 1, 2, 3], [False], settings, timeout=3000)):
         hold(found, rank)
 
