@@ -71,6 +71,7 @@ def models() -> dict[str, Model]:
     bottleneck = t.ResNetConfig(embedding_size=16, hidden_sizes=[32, 64, 96], depths=[2, 2, 1], num_labels=5)
     return {
         "gpt2": (lambda: t.GPT2LMHeadModel(gpt2), tokens, text_loss),
+        "gpt2 of few tokens": (lambda: t.GPT2LMHeadModel(gpt2), lambda: tokens(2, 4), text_loss),
         "llama": (lambda: t.LlamaForCausalLM(llama), tokens, text_loss),
         "t5": (lambda: t.T5ForConditionalGeneration(t5), tokens, reversal_loss),
         "bert": (lambda: t.BertForMaskedLM(bert), tokens, text_loss),

@@ -175,6 +175,12 @@ def test_predicted_is_measured_with_convolutions() -> None:
 
 
 @pytest.mark.processes
+def test_predicted_is_measured_where_a_collective_is_the_peak() -> None:
+    for rank, found in enumerate(run_ranks(2, measure, "gpt2 of few tokens", [1, 3], [False], timeout=300)):
+        hold(found, rank)
+
+
+@pytest.mark.processes
 def test_predicted_is_measured_with_microbatches_and_offload() -> None:
     for rank, found in enumerate(run_ranks(2, measure, "gpt2", [3], [False], ("2 microbatches", "all on host"), timeout=300)):
         hold(found, rank)
