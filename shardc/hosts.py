@@ -93,11 +93,11 @@ class Streams:
 
     def __init__(self, options: Options, seed: int, step: int) -> None:
         self.kind, self.seed, self.step = options.rng, seed, step
-        self.start = torch.default_generator.get_state()
+        self.start = torch.default_generator.get_state() if self.kind == "torch" else None
         self.generators: list[torch.Generator] = []
 
     def make(self) -> Stream:
-        if self.kind == "counter":
+        if self.start is None:
             return CounterStream(self.seed, self.step)
         generator = torch.Generator()
         generator.set_state(self.start)

@@ -166,7 +166,7 @@ class _Accumulation(Rewriter):
                 if worst is None or kind.nbytes > worst[0]:
                     worst = kind.nbytes, node
         if worst is not None and kept > CROSSING * saved:
-            raise self._refuse(worst[1], f"{kept:,} of {saved:,} bytes of activations of all microbatches at once")
+            raise self._refuse(worst[1], f"{kept:,} bytes of all microbatches at once (activations: {saved:,} bytes)")
 
     def _refuse(self, node: fx.Node, what: str) -> PlanError:
         return PlanError(

@@ -32,10 +32,6 @@ from shardc.plan.text import size
 from shardc.program import Phase, Program
 from shardc.tiers import Offload
 
-MARGIN = 1.05
-"""A rung whose estimated peak is more than so many times the budget is not tried."""
-
-
 NOWHERE = Offload()
 """Nothing is moved."""
 
@@ -176,12 +172,15 @@ class Ladder:
         return Ladder(program, base, [first, *rest])
 
     def fit(self, budget: int) -> Rung | None:
-        """The fastest rung that fits, ties to the lower peak."""
+        """The fastest rung that fits, ties to the lower peak.
+
+        A rung whose estimated peak is above the budget is not planned, unless it is the lowest.
+        """
         best: Rung | None = None
         for rung in self.rungs:
             if best is not None and rung.seconds > best.seconds:
                 break
-            tried = rung.point.peak <= MARGIN * budget or rung.offload != NOWHERE
+            tried = rung.point.peak <= budget or rung.offload != NOWHERE or rung is self.rungs[-1]
             if tried and rung.peak <= budget and (best is None or rung.peak < best.peak):
                 best = rung
         return best
