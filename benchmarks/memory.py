@@ -88,7 +88,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "optimizer on host": {"offload": {"optimizer": "host"}},
     "all on host": {"offload": {"optimizer": "host", "params": "host", "gradients": "host", "activations": "host"}},
     "optimizer on disk": {"offload": {"optimizer": "disk"}},
-    "2 microbatches": {"microbatches": 2},
+    **{f"{n} microbatches": {"microbatches": n} for n in (2, 3, 4, 8)},
     "all three": {"recompute": "auto", "offload": {"optimizer": "host"}, "microbatches": 2},
 }
 """Options of `shardc.compile` by name."""
