@@ -80,6 +80,27 @@ def test_stages_and_uneven_rows(dp: int, rows: int, zero: int) -> None:
     check(step_of(masked_mean, clip=True), state, batches(rows), mesh={"dp": dp}, zero=zero, microbatches=2)
 
 
+def test_rows_that_always_go_together() -> None:
+    """8 rows for two ranks and three microbatches: a part is two rows or none, so that the batch may look like four pairs."""
+
+    class Pairs(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Net()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner(x.unsqueeze(1).expand(-1, 4, -1).flatten(0, 1)).unflatten(0, (-1, 4)).mean(1)
+
+    def make() -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = Pairs()
+        return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+    for zero in (0, 3):
+        report = check(step_of(F.cross_entropy), make, batches(8), mesh={"dp": 2}, zero=zero, microbatches=3)
+        assert report.steps == 2
+
+
 def test_dropout_is_that_of_one_device() -> None:
     for rng in ("torch", "counter"):
         if rng == "torch":

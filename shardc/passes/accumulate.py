@@ -19,6 +19,7 @@ Example (mb=2): ``g: [4, 4] +sum@mb; all_reduce@mb`` becomes ``g0; g1; accumulat
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -49,6 +50,7 @@ class _Accumulation(Rewriter):
         assert program.mesh is not None
         self.count = program.mesh.axes[TIME]
         self.batch = tuple(a for a in options.batch if program.mesh.axes[a] > 1)
+        self.timed = program.mesh
         self.mesh: Mesh = program.mesh.like({a: n for a, n in program.mesh.axes.items() if a != TIME})
         self.ordered = options.rng == "torch"
         self.total = self._batch_rows()
@@ -261,7 +263,18 @@ class _Accumulation(Rewriter):
         return ShardSpec(dims, tuple(p for p in spec.partial if p[0] != TIME))
 
     def _dim(self, dim: Dim, i: int, node: fx.Node | None = None) -> Dim:
-        return canonical_dim(tuple(self._factor(f, i, node) for f in dim), self.mesh)
+        return canonical_dim(tuple(self._factor(f, i, node) for f in self._by_rows(dim)), self.mesh)
+
+    def _by_rows(self, dim: Dim) -> Dim:
+        """The same dim with all rows of the batch in one factor: with 8 rows for 2 ranks and 3 microbatches, two rows always go
+        together, and ``8@(dp,mb)·48`` is ``4@(dp,mb)·96`` as well."""
+        for j, (f, after) in enumerate(itertools.pairwise(dim)):
+            together = self.total // math.gcd(f.size, self.total)
+            if TIME in f.axes and not after.axes and after.size % together == 0:
+                rows = Factor(f.size * together, f.axes), Factor(after.size // together)
+                out = (*dim[:j], *rows, *dim[j + 2 :])
+                return out if canonical_dim(out, self.timed) == canonical_dim(dim, self.timed) else dim
+        return dim
 
     def _factor(self, f: Factor, i: int, node: fx.Node | None = None) -> Factor:
         if TIME not in f.axes:
@@ -288,7 +301,7 @@ class _Accumulation(Rewriter):
 
     def _time_dim(self, spec: ShardSpec) -> tuple[int, int]:
         """The dim that is split over time, and its elements for each row."""
-        for k, dim in enumerate(spec.dims):
+        for k, dim in enumerate(map(self._by_rows, spec.dims)):
             for j, f in enumerate(dim):
                 if TIME in f.axes:
                     if j:
