@@ -11,7 +11,7 @@ those that no other beats in both are the frontier.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -32,10 +32,13 @@ EVEN = (3, 5, 8, 12)
 """Also so many regions of equal size, wherever their borders are."""
 
 SMALL = 64
-"""Problems with at most so many instructions to choose from are improved by changing one or two at a time."""
+"""Problems with at most so many instructions to choose from are improved by changing a few of them."""
 
-JUDGED = 20_000
-"""So many choices of a small problem are looked at."""
+DEPTH, ABOVE = 4, 3
+"""So many values are dropped at once, beginning from so many points above the one that is to be improved."""
+
+EFFORT = 600_000
+"""Choices of a small problem are looked at, until the instructions of all of them are so many."""
 
 
 @dataclass(frozen=True)
@@ -164,25 +167,54 @@ class _Way:
                     break
                 missing, taken[i] = more, taken[i] - 1
         chosen = [o.trades[t] for o, t in zip(self.offers, taken, strict=True)]
-        return frozenset().union(*(t.drop for t in chosen)), sum(t.seconds for t in chosen)
+        return frozenset((k, 0) for t in chosen for k in t.drop), sum(t.seconds for t in chosen)
 
 
 def _improved(problem: Problem, points: Sequence[Point], movable: Sequence[int]) -> list[Point]:
-    """Points that differ in one instruction, or in two where one is not enough, as long as the frontier grows."""
-    front, seen = list(points), {p.choice for p in points}
-    one: list[frozenset[int]] = [frozenset((k,)) for k in movable]
-    two = [a | b for a, b in itertools.combinations(one, 2)]
-    tried: set[tuple[Choice, int]] = set()
-    while len(seen) < JUDGED:
-        moves, p = next(((m, p) for m in (one, two) for p in front if (p.choice, len(m)) not in tried), (None, front[0]))
-        if moves is None:
-            break
-        tried.add((p.choice, len(moves)))
+    """Points that differ in what is repeated of one instruction, as long as the frontier grows; then those that differ in
+    several that are there at the highest moments."""
+    left = itertools.count(EFFORT // max(1, len(problem.steps)), -1)
+    front = _varied(problem, points, movable, left)
+    return _varied(problem, pareto([*front, *_lowered(problem, front, movable, left)]), movable, left)
+
+
+def _varied(problem: Problem, points: Sequence[Point], movable: Sequence[int], left: Iterator[int]) -> list[Point]:
+    """One instruction is repeated or not, or dropped at a later use of its result by the backward."""
+    front, seen, tried = list(points), {p.choice for p in points}, set[Choice]()
+    while (p := next((p for p in front if p.choice not in tried), None)) is not None:
+        tried.add(p.choice)
+        now, uses = dict(p.choice), problem.uses(p.choice)
         more = []
-        for move in moves[: JUDGED - len(seen)]:
-            choice = p.choice ^ move
-            if choice not in seen:
-                seen.add(choice)
-                more.append(problem.judge(choice))
+        for k in movable:
+            for since in (None, 0, *uses.get(k, ())[1:]):
+                choice = frozenset((j, s) for j, s in {**now, k: since}.items() if s is not None)
+                if choice not in seen and next(left) > 0:
+                    seen.add(choice)
+                    more.append(problem.judge(choice))
         front = pareto([*front, *more])
     return front
+
+
+def _lowered(problem: Problem, front: Sequence[Point], movable: Sequence[int], left: Iterator[int]) -> list[Point]:
+    """For each point: faster ones that reach its peak, from the points just above it by dropping up to `DEPTH` values, each at
+    what is then the highest moment."""
+    out: list[Point] = []
+    seen: set[tuple[Choice, int]] = set()
+    for i, end in reversed([*enumerate(front)]):
+        best = end.seconds
+        for begin in front[max(0, i - ABOVE) : i]:
+            stack = [(begin.choice, DEPTH)]
+            while stack:
+                choice, depth = stack.pop()
+                if (choice, end.peak) in seen or next(left) <= 0:
+                    continue
+                seen.add((choice, end.peak))
+                point, lighter = problem.lighter(choice, movable)
+                if point.seconds >= best:
+                    continue
+                if point.peak <= end.peak:
+                    out.append(point)
+                    best = point.seconds
+                elif depth:
+                    stack += [(c, depth - 1) for c in lighter]
+    return out

@@ -203,10 +203,11 @@ class Ladder:
 
 def _maker(program: Program, choice: Choice, names: Sequence[str]) -> Callable[[], Program]:
     def make() -> Program:
-        wanted = {names[k] for k in choice}
-        dropped = {n for n in program.nodes if n.name in wanted}
+        places = {n.name: place for place, n in enumerate(program.nodes)}
+        since = {names[k]: next(places[n] for n in names[s:] if n in places) if s else 0 for k, s in choice}
+        dropped = {n: since[n.name] for n in program.nodes if n.name in since}
         leaves = kept(program) | set(program.versions)
-        dropped |= {u for n in dropped for u in n.users if is_getitem(u) and u not in leaves}
+        dropped |= {u: s for n, s in dropped.items() for u in n.users if is_getitem(u) and u not in leaves}
         return repeat(program, dropped, twins(program))
 
     return make

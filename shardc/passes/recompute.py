@@ -39,14 +39,15 @@ def recompute(program: Program, options: Options) -> Program:
     saved = _waists(program) if policy == "full" else _named(program, policy)
     saved |= kept(program) | set(program.versions)
     dropped = {n for n in _activations(program) if (is_op(n) or is_getitem(n)) and n not in saved}
-    return repeat(program, dropped, {})
+    return repeat(program, dict.fromkeys(dropped, 0), {})
 
 
-def repeat(program: Program, dropped: set[fx.Node], twins: Mapping[fx.Node, fx.Node]) -> Program:
+def repeat(program: Program, dropped: Mapping[fx.Node, int], twins: Mapping[fx.Node, fx.Node]) -> Program:
     """The backward computes its own copies of `dropped` nodes of the forward, each just before its first use.
 
     Args:
-        dropped: operators, steps and their getitems. None of them changes state.
+        dropped: operators, steps and their getitems, none of which changes state; each with the place in the program of the
+            first node that sees the copy (0: all of the backward).
         twins: nodes of the forward -> nodes of the backward that make the same from state alone: these come early instead.
     """
     return _Recomputation(program, dropped, twins).run()
@@ -101,16 +102,17 @@ def _named(program: Program, policy: Mapping[str, list[str]]) -> set[fx.Node]:
 
 
 class _Recomputation(Rewriter):
-    def __init__(self, program: Program, dropped: set[fx.Node], twins: Mapping[fx.Node, fx.Node]) -> None:
+    def __init__(self, program: Program, dropped: Mapping[fx.Node, int], twins: Mapping[fx.Node, fx.Node]) -> None:
         super().__init__(program)
-        self.dropped, self.twins = dropped, twins
+        self.dropped, self.twins, self.now = dropped, twins, 0
         self.again: dict[fx.Node, fx.Node] = {}  # forward node -> its copy in the backward
 
     def run(self) -> Program:
         draws = {}
-        for node in self.old.nodes:
+        for place, node in enumerate(self.old.nodes):
             if node.op == "output":
                 break
+            self.now = place
             if node in self.env:  # a twin that was needed early
                 continue
             if node.op == "call_function" and self.old.info[node].phase == Phase.BACKWARD:
@@ -130,26 +132,32 @@ class _Recomputation(Rewriter):
         return tuple(table[n] for n in nodes for table in (self.env, self.again) if n in table)
 
     def value(self, node: fx.Node) -> fx.Node:
-        """What a backward node sees of `node`: itself if it is kept, else its copy."""
+        """What the backward node at hand sees of `node`: itself if it is kept, else its copy."""
         stack = [node]
         while stack:
             top = stack[-1]
-            if top not in self.dropped or top in self.again:
+            if not self.gone(top) or top in self.again:
                 stack.pop()
                 continue
             if top in self.twins:
                 self.again[top] = self.early(self.twins[top])
                 stack.pop()
                 continue
-            todo = [n for n in top.all_input_nodes if n in self.dropped and n not in self.again]
+            todo = [n for n in top.all_input_nodes if self.gone(n) and n not in self.again]
             if todo:
                 stack.extend(todo)
                 continue
-            args, kwargs = fx.node.map_arg((top.args, dict(top.kwargs)), lambda n: self.again.get(n) or self.env[n])
+            args, kwargs = fx.node.map_arg((top.args, dict(top.kwargs)), self.seen)
             info = self.old.info[top].but(phase=Phase.BACKWARD)
             self.again[top] = self.call(top.target, args, kwargs, info)  # type: ignore[arg-type]
             stack.pop()
-        return self.again.get(node) or self.env[node]
+        return self.seen(node)
+
+    def gone(self, node: fx.Node) -> bool:
+        return node in self.dropped and self.dropped[node] <= self.now
+
+    def seen(self, node: fx.Node) -> fx.Node:
+        return self.again[node] if self.gone(node) else self.env[node]
 
     def early(self, node: fx.Node) -> fx.Node:
         """A node of the backward, and what it needs, here."""

@@ -2,21 +2,25 @@
 
 A `Problem` is the list of instructions of a plan without recomputation: what each reads and makes, its seconds, the bytes of
 the storages, and the exact bytes alive while it runs. A choice is a set of *dropped* instructions of the forward: the backward
-computes each of them once more, just before it first needs it, from what is kept and from others that are dropped.
+computes each of them once more, just before it first needs it, from what is kept and from others that are dropped; one may be
+dropped late, so that the backward uses what is kept of it up to some instruction, and what is made again from there on.
 `Problem.judge` says what such a choice costs and where its peak lies.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from shardc.instructions import Reg
 
-Choice = frozenset[int]
-"""Positions of the instructions that the backward repeats."""
+Choice = frozenset[tuple[int, int]]
+"""Positions of the instructions that the backward repeats, each with that of the first instruction that sees the repetition."""
+
+END = 2**62
+"""A position after all instructions."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +79,7 @@ class Problem:
                 if r not in self.root:
                     self.root[r] = self.root[self.source[r]] if r in self.source else r
         self.seconds = sum(s.seconds for s in self.steps)
-        own = self._levels([(k, False) for k in range(len(self.steps))], {})
+        own = self._levels([(k, False, k) for k in range(len(self.steps))], frozenset())
         self.extra = np.zeros(len(self.steps), dtype=np.int64)
         if len(self.exact):
             self.extra = np.asarray(self.exact, dtype=np.int64) - own
@@ -84,11 +88,16 @@ class Problem:
 
     # -- the order that a choice leads to ------------------------------------------------------------------------------
 
-    def order(self, choice: Set[int]) -> list[tuple[int, bool]]:
-        """(position, whether it is the repetition) in the order of execution; twins that are needed early come early."""
-        out: list[tuple[int, bool]] = []
+    def order(self, choice: Choice) -> list[tuple[int, bool, int]]:
+        """(position, whether it is the repetition, position of the instruction for which it runs) in the order of execution;
+        twins that are needed early come early."""
+        out: list[tuple[int, bool, int]] = []
+        since = dict(choice)
         done: set[int] = set()  # twins that came early
         again: set[int] = set()
+
+        def gone(m: int) -> bool:
+            return since.get(m, END) <= now
 
         def waits(k: int, repeated: bool) -> list[tuple[int, bool]]:
             todo = []
@@ -96,7 +105,7 @@ class Problem:
                 m = self.maker.get(r)
                 if m is None:
                     continue
-                if repeated and m in choice:
+                if repeated and gone(m):
                     if m not in again:
                         todo.append((m, True))
                 elif not repeated and self.steps[m].late and m not in done and m > now:
@@ -107,7 +116,7 @@ class Problem:
             if step.late:
                 for r in step.reads:
                     m = self.maker.get(r)
-                    if m is None or m not in choice or m in again:
+                    if m is None or not gone(m) or m in again:
                         continue
                     stack = [(m, True)]
                     while stack:
@@ -125,47 +134,44 @@ class Problem:
                             stack.extend(todo)
                             continue
                         (again if repeated else done).add(k)
-                        out.append((k, repeated))
+                        out.append((k, repeated, now))
                         stack.pop()
             if now not in done:
-                out.append((now, False))
+                out.append((now, False, now))
         return out
 
-    def _levels(self, order: Sequence[tuple[int, bool]], choice: Mapping[int, int | None]) -> np.ndarray:
-        """Bytes of storages alive while each instruction of `order` runs.
-
-        Args:
-            choice: position of what is repeated -> its twin, if it has one.
-        """
+    def _levels(self, order: Sequence[tuple[int, bool, int]], choice: Choice) -> np.ndarray:
+        """Bytes of storages alive while each instruction of `order` runs."""
+        since = dict(choice)
         first: dict[tuple[Reg, bool], int] = {}
         last: dict[tuple[Reg, bool], int] = {}
-        known: dict[Reg, tuple[Reg, bool]] = {}
-
-        def repeated(r: Reg) -> tuple[Reg, bool]:
-            """The storage that a read of `r` by the backward touches."""
-            if r in known:
-                return known[r]
-            m = self.maker.get(r)
-            if m is not None and self.steps[m].late and r in self.source:
-                key = repeated(self.source[r])
-            elif m is None or m not in choice:
-                key = (self.root[r], False)
-            elif (twin := choice[m]) is not None:
-                key = (self.root[self.steps[twin].makes[self.steps[m].makes.index(r)]], False)
-            elif r in self.source:
-                key = repeated(self.source[r])
-            else:
-                key = (r, True)
-            known[r] = key
-            return key
-
-        for at, (k, again) in enumerate(order):
+        views: dict[Reg, tuple[Reg, bool]] = {}  # register of a view that the backward makes -> the storage
+        again: dict[Reg, tuple[Reg, bool]] = {}  # register that is made again -> the storage
+        for at, (k, repeated, now) in enumerate(order):
             step = self.steps[k]
-            follow = again or step.late
+            follow = repeated or step.late
+
+            def touched(r: Reg, follow: bool = follow, now: int = now) -> tuple[Reg, bool]:
+                """The storage that a read of `r` touches."""
+                if not follow or (m := self.maker.get(r)) is None:
+                    return self.root[r], False
+                if r in views:
+                    return views[r]
+                if since.get(m, END) > now:
+                    return self.root[r], False
+                twin = self.twin.get(m)
+                if twin is not None:
+                    return self.root[self.steps[twin].makes[self.steps[m].makes.index(r)]], False
+                return again[r]
+
             for r in step.reads:
-                last[repeated(r) if follow else (self.root[r], False)] = at
+                last[touched(r)] = at
             for r in step.makes:
-                key = repeated(r) if follow else (self.root[r], False)
+                key = (self.root[r], False)
+                if repeated:
+                    key = again[r] = touched(self.source[r]) if r in self.source else (r, True)
+                elif step.late and r in self.source:
+                    key = views[r] = touched(self.source[r])
                 if self.root[r] == r and key not in first:
                     first[key] = at
                 last[key] = at
@@ -178,11 +184,46 @@ class Problem:
 
     def judge(self, choice: Choice) -> Point:
         """Peak and time of a choice."""
+        return self._judged(choice)[0]
+
+    def _judged(self, choice: Choice) -> tuple[Point, list[tuple[int, bool, int]], int]:
+        """Peak and time, the order, and the place in it of the highest moment."""
         order = self.order(choice)
-        levels = self._levels(order, {k: self.twin.get(k) for k in choice})
-        at = np.fromiter((k for k, _ in order), dtype=np.int64, count=len(order))
-        again = np.fromiter((a for _, a in order), dtype=bool, count=len(order))
+        levels = self._levels(order, choice)
+        at = np.fromiter((k for k, _, _ in order), dtype=np.int64, count=len(order))
+        again = np.fromiter((a for _, a, _ in order), dtype=bool, count=len(order))
         levels = levels + np.where(again, self.start + self.inside[at], self.extra[at])
-        seconds = self.seconds + sum(self.steps[k].seconds for k, repeated in order if repeated)
-        used = frozenset(k for k, repeated in order if repeated) | frozenset(k for k in choice if k in self.twin)
-        return Point(used & choice, int(levels.max()) if len(levels) else self.start, seconds)
+        seconds = self.seconds + sum(self.steps[k].seconds for k, repeated, _ in order if repeated)
+        used = {k for k, repeated, _ in order if repeated} | {*self.twin}
+        kept = frozenset((k, since) for k, since in choice if k in used)
+        top = int(levels.argmax()) if len(levels) else 0
+        return Point(kept, int(levels[top]) if len(levels) else self.start, seconds), order, top
+
+    def uses(self, choice: Choice) -> dict[int, list[int]]:
+        """Instruction of the forward -> for which instructions of the backward its results are read, in order."""
+        return {m: list(dict.fromkeys(now for _, now in reads)) for m, reads in self._reads(self.order(choice)).items()}
+
+    def _reads(self, order: Sequence[tuple[int, bool, int]]) -> dict[int, list[tuple[int, int]]]:
+        """Instruction of the forward -> the places in the order where the backward reads its results, and for which of its
+        instructions."""
+        out: dict[int, list[tuple[int, int]]] = {}
+        for at, (k, repeated, now) in enumerate(order):
+            if repeated or self.steps[k].late:
+                for m in {self.maker[r] for r in self.steps[k].reads if r in self.maker}:
+                    out.setdefault(m, []).append((at, now))
+        return out
+
+    def lighter(self, choice: Choice, movable: Sequence[int]) -> tuple[Point, list[Choice]]:
+        """A choice judged, and those that drop one more value that is there at the highest moment: from the beginning, or from
+        the first use after that moment on."""
+        point, order, top = self._judged(choice)
+        reads, made, since = self._reads(order), {k: at for at, (k, again, _) in enumerate(order) if not again}, dict(choice)
+        out = []
+        for k in movable:
+            kept = [(at, now) for at, now in reads.get(k, ()) if now < since.get(k, END)]
+            before, after = [now for at, now in kept if at <= top], [now for at, now in kept if at > top]
+            if made[k] > top or not after:
+                continue
+            then = {0} | ({min(after)} if before and min(after) > max(before) else set())
+            out += [frozenset({**since, k: s}.items()) for s in sorted(then) if s != since.get(k)]
+        return point, out
