@@ -11,11 +11,17 @@ import itertools
 
 import numpy as np
 import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import coo_array
 from test_budget import small
 
+import shardc
+from shardc.passes import exact as ours
 from shardc.passes.frontier import frontier
+from shardc.passes.ladder import planned, problem_of
 from shardc.passes.tradeoff import Problem
 
 
@@ -140,6 +146,63 @@ def test_the_program_agrees_with_all_choices(seed: int) -> None:
         best = min(p.seconds for p in every if p.peak <= peak)
         found = exact.seconds(peak)
         assert found is not None and found <= best + 1e-6, (peak, best)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_small_problems_are_solved_by_highs(seed: int) -> None:
+    problem = small(seed, 8)
+    solver = ours.Exact(problem)
+    movable = Exact(problem).values
+    every = [
+        problem.judge(frozenset((k, 0) for k in c)) for n in range(len(movable) + 1) for c in itertools.combinations(movable, n)
+    ]
+    for peak in sorted({p.peak for p in every})[::3]:
+        best = min(p.seconds for p in every if p.peak <= peak)
+        choice = solver.solve(peak, 2 * problem.seconds)
+        assert choice is not None
+        found = problem.judge(choice)
+        assert found.peak <= peak and found.seconds - problem.seconds <= (1 + ours.GAP) * (best - problem.seconds) + 1e-6
+
+
+class Gated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = F.gelu(layer(x)) * x
+        return x
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+def test_the_frontier_of_a_small_step_is_that_of_all_choices(zero: int) -> None:
+    """Views of weights, and at zero 3 gathers that the backward makes anyway."""
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> None:
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    model = Gated()
+    program = (
+        shardc.compile(step, mesh=shardc.Mesh(dp=2, simulated=True), zero=zero)
+        .lower(model, torch.optim.SGD(model.parameters(), lr=0.1), torch.randn(256, 16))
+        .stages["accumulate"]
+    )
+    assert not isinstance(program, str)
+    problem, _ = problem_of(planned(program), program)
+    twins = frozenset((k, 0) for k in problem.twin)
+    assert bool(twins) == (zero == 3)
+    movable = [k for k, s in enumerate(problem.steps) if s.movable and k not in problem.twin]
+    every = [
+        problem.judge(twins | {(k, 0) for k in c}) for n in range(len(movable) + 1) for c in itertools.combinations(movable, n)
+    ]
+    points = frontier(problem)
+    assert len(points) >= 3
+    for point in points:
+        best = min(p.seconds for p in every if p.peak <= point.peak)
+        assert point.seconds - problem.seconds <= 1.02 * (best - problem.seconds) + 1e-12
 
 
 def _budgets(problem: Problem, shares: tuple[float, ...]) -> list[tuple[int, float]]:

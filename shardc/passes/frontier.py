@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from shardc.passes.exact import Exact
 from shardc.passes.regions import Forward, Region, Trade
 from shardc.passes.tradeoff import Choice, Point, Problem
 
@@ -33,9 +34,6 @@ EVEN = (3, 5, 8, 12)
 
 SMALL = 64
 """Problems with at most so many instructions to choose from are improved by changing a few of them."""
-
-DEPTH, ABOVE = 4, 3
-"""So many values are dropped at once, beginning from so many points above the one that is to be improved."""
 
 EFFORT = 600_000
 """Choices of a small problem are looked at, until the instructions of all of them are so many."""
@@ -171,11 +169,14 @@ class _Way:
 
 
 def _improved(problem: Problem, points: Sequence[Point], movable: Sequence[int]) -> list[Point]:
-    """Points that differ in what is repeated of one instruction, as long as the frontier grows; then those that differ in
-    several that are there at the highest moments."""
+    """Points that differ in what is repeated of one instruction, as long as the frontier grows; and optimal ones, from the
+    lowest peak up, as long as they are better."""
     left = itertools.count(EFFORT // max(1, len(problem.steps)), -1)
     front = _varied(problem, points, movable, left)
-    return _varied(problem, pareto([*front, *_lowered(problem, front, movable, left)]), movable, left)
+    exact = Exact(problem)
+    while better := exact.better(front):
+        front = _varied(problem, pareto([*front, *better]), movable, left)
+    return front
 
 
 def _varied(problem: Problem, points: Sequence[Point], movable: Sequence[int], left: Iterator[int]) -> list[Point]:
@@ -193,28 +194,3 @@ def _varied(problem: Problem, points: Sequence[Point], movable: Sequence[int], l
                     more.append(problem.judge(choice))
         front = pareto([*front, *more])
     return front
-
-
-def _lowered(problem: Problem, front: Sequence[Point], movable: Sequence[int], left: Iterator[int]) -> list[Point]:
-    """For each point: faster ones that reach its peak, from the points just above it by dropping up to `DEPTH` values, each at
-    what is then the highest moment."""
-    out: list[Point] = []
-    seen: set[tuple[Choice, int]] = set()
-    for i, end in reversed([*enumerate(front)]):
-        best = end.seconds
-        for begin in front[max(0, i - ABOVE) : i]:
-            stack = [(begin.choice, DEPTH)]
-            while stack:
-                choice, depth = stack.pop()
-                if (choice, end.peak) in seen or next(left) <= 0:
-                    continue
-                seen.add((choice, end.peak))
-                point, lighter = problem.lighter(choice, movable)
-                if point.seconds >= best:
-                    continue
-                if point.peak <= end.peak:
-                    out.append(point)
-                    best = point.seconds
-                elif depth:
-                    stack += [(c, depth - 1) for c in lighter]
-    return out

@@ -184,10 +184,6 @@ class Problem:
 
     def judge(self, choice: Choice) -> Point:
         """Peak and time of a choice."""
-        return self._judged(choice)[0]
-
-    def _judged(self, choice: Choice) -> tuple[Point, list[tuple[int, bool, int]], int]:
-        """Peak and time, the order, and the place in it of the highest moment."""
         order = self.order(choice)
         levels = self._levels(order, choice)
         at = np.fromiter((k for k, _, _ in order), dtype=np.int64, count=len(order))
@@ -196,34 +192,13 @@ class Problem:
         seconds = self.seconds + sum(self.steps[k].seconds for k, repeated, _ in order if repeated)
         used = {k for k, repeated, _ in order if repeated} | {*self.twin}
         kept = frozenset((k, since) for k, since in choice if k in used)
-        top = int(levels.argmax()) if len(levels) else 0
-        return Point(kept, int(levels[top]) if len(levels) else self.start, seconds), order, top
+        return Point(kept, int(levels.max(initial=self.start)), seconds)
 
     def uses(self, choice: Choice) -> dict[int, list[int]]:
         """Instruction of the forward -> for which instructions of the backward its results are read, in order."""
-        return {m: list(dict.fromkeys(now for _, now in reads)) for m, reads in self._reads(self.order(choice)).items()}
-
-    def _reads(self, order: Sequence[tuple[int, bool, int]]) -> dict[int, list[tuple[int, int]]]:
-        """Instruction of the forward -> the places in the order where the backward reads its results, and for which of its
-        instructions."""
-        out: dict[int, list[tuple[int, int]]] = {}
-        for at, (k, repeated, now) in enumerate(order):
+        out: dict[int, dict[int, None]] = {}
+        for k, repeated, now in self.order(choice):
             if repeated or self.steps[k].late:
                 for m in {self.maker[r] for r in self.steps[k].reads if r in self.maker}:
-                    out.setdefault(m, []).append((at, now))
-        return out
-
-    def lighter(self, choice: Choice, movable: Sequence[int]) -> tuple[Point, list[Choice]]:
-        """A choice judged, and those that drop one more value that is there at the highest moment: from the beginning, or from
-        the first use after that moment on."""
-        point, order, top = self._judged(choice)
-        reads, made, since = self._reads(order), {k: at for at, (k, again, _) in enumerate(order) if not again}, dict(choice)
-        out = []
-        for k in movable:
-            kept = [(at, now) for at, now in reads.get(k, ()) if now < since.get(k, END)]
-            before, after = [now for at, now in kept if at <= top], [now for at, now in kept if at > top]
-            if made[k] > top or not after:
-                continue
-            then = {0} | ({min(after)} if before and min(after) > max(before) else set())
-            out += [frozenset({**since, k: s}.items()) for s in sorted(then) if s != since.get(k)]
-        return point, out
+                    out.setdefault(m, {})[now] = None
+        return {m: [*nows] for m, nows in out.items()}
